@@ -79,7 +79,7 @@ class Launcher:
         self._passes: Passes | None = None
         self._follower: subprocess.Popen | None = None  # who passes when this has ended
         self._rendezvous: TextIO | None = None  # of the ranks
-        self._lines: Keepalive | None = None  # to the nodes
+        self._keepalive: Keepalive | None = None  # the connections to the nodes
         self._told = ""  # why the run does not go on, as run.command has been told
         info = get_slurm_info()
         self._nodes = list(info.nodes) if info else [node_name()]
@@ -177,72 +177,86 @@ class Launcher:
     # ---- the ranks
 
     def _start(self) -> "Ranks":
-        """One process for each, or the `srun` that stands for all of them, in a group of
-        its own, so that a program's own children go with it."""
-        config, nodes, is_in_slurm = self.config, self._nodes, bool(env("SLURM_JOB_ID"))
+        """Start the ranks of an attempt: one process for each, or the `srun` that stands for
+        all of them."""
+        config, gpus_per_node = self.config, self._gpus_per_node()
+        self.gpus = len(self._nodes) * gpus_per_node
+        meeting = self._meet()
+        self._record()
+        shared = self._environment() | meeting
+        program = [str(elastic_home() / "sbatch/rank.sh"), *config.slurm.rank_prefix]
+        if not config.run.command:
+            command = [*program, *torch_program("trainer"), str(self.run.path)]
+            return self._start_ranks(command, gpus_per_node, shared)
+        values = self._values(self._resume.choose(), gpus_per_node, meeting)
+        shared |= {f"ELASTIC_{name.upper()}": value for name, value in values.items()}
+        shared["ELASTIC_NOTICE_SIGNAL"] = config.sync.notice_signal
+        self.program.event("restore", resume=values["resume"], world=self.gpus)
+        command = [*program, *expand(config.run.command, values)]
+        return self._start_ranks(command, config.sync.ranks_per_node or gpus_per_node, shared)
+
+    def _gpus_per_node(self) -> int:
+        if env("SLURM_JOB_ID"):
+            return self.config.slurm.gpus_per_node
         given = int(env("ELASTIC_GPUS", "1"))
-        gpus = config.slurm.gpus_per_node if is_in_slurm else self._fitting(1, given) or given
-        ranks = (config.run.command and config.sync.ranks_per_node) or gpus  # on a node
-        shared = self._shared(len(nodes))
-        command = self._rank_command(len(nodes), gpus, shared)
+        return self._fitting(1, given) or given  # no size fits: all that were given
+
+    def _meet(self) -> dict[str, str]:
+        """Make the place where the ranks meet: a port of this node, or, if there is no other
+        node, a file that only this user can open. Returns the variables by which the ranks
+        find it."""
+        if len(self._nodes) > 1:
+            known_as = sched_slurm.node_address()
+            address = bind_address(self.config.sync.bind, known_as, "sync.bind")
+            self._keepalive = Keepalive(address)
+            places = {"ELASTIC_RENDEZVOUS": "", "ELASTIC_KEEPALIVE": self._keepalive.place}
+        else:
+            address, self._keepalive = "127.0.0.1", None
+            # It lives as long as the attempt.
+            self._rendezvous = os.fdopen(os.memfd_create("rendezvous"))
+            file = f"/proc/{os.getpid()}/fd/{self._rendezvous.fileno()}"
+            places = {"ELASTIC_RENDEZVOUS": file, "ELASTIC_KEEPALIVE": ""}
+        return {**places, "MASTER_ADDR": address, "MASTER_PORT": str(free_port(address))}
+
+    def _environment(self) -> dict[str, str]:
+        """What every rank finds in its environment, beside the place where they meet."""
+        return {**self.program.mark(""), "ELASTIC_ATTEMPT": str(self.program.attempt),
+                "ELASTIC_JOB_ID": self.program.job_id,
+                "ELASTIC_STARTED": str(time.time()), "ELASTIC_RUN_DIR": str(self.run.path),
+                "ELASTIC_NOTICE_S": str(notice_here(self.config) or "")}  # fmt: skip
+
+    def _values(self, resume: str, gpus_per_node: int, meeting: dict[str, str]) -> dict[str, str]:
+        """The values of the placeholders in run.command, which it also finds in its
+        environment."""
+        return {
+            "resume": resume, "checkpoints": str(self._resume.folder),
+            "python": sys.executable, "run": str(self.run.path),
+            "attempt": str(self.program.attempt),
+            "mtbi_s": f"{cadence.observed_mtbi_s(self.run.jobs.endings()):.0f}",
+            "master_addr": meeting["MASTER_ADDR"], "master_port": meeting["MASTER_PORT"],
+            "nodes": str(len(self._nodes)), "gpus_per_node": str(gpus_per_node),
+            "gpus": str(self.gpus),
+        }  # fmt: skip
+
+    def _start_ranks(self, command: list[str], per_node: int, shared: dict[str, str]) -> "Ranks":
+        """In a process group of their own, so that a program's own children go with it."""
+        config, is_in_slurm = self.config, bool(env("SLURM_JOB_ID"))
         if is_in_slurm:
             options, places = config.slurm.srun_options, [{}]
-            command = sched_slurm.step_argv(nodes, ranks, command, options)
+            command = sched_slurm.step_argv(len(self._nodes), per_node, command, options)
         else:
-            places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-                      for rank in range(ranks)]  # fmt: skip
+            places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(per_node)}
+                      for rank in range(per_node)]  # fmt: skip
         folder = config.run.folder if config.run.command else None
         ways = {"text": True, "errors": "replace", "process_group": 0}
         processes = [start_rank(command, shared | place, folder, **ways) for place in places]
         limit_s = config.sync.silent_timeout_s if config.run.command else 0.0
         here = set if is_in_slurm else self.program.family
-        return Ranks(processes, self._lines, limit_s, self._resume, here)
-
-    def _shared(self, nodes: int) -> dict[str, str]:
-        """What every rank finds in its environment; they meet on this node, and where
-        there is no other one in a file that only this user can open."""
-        address, file = "127.0.0.1", ""
-        if nodes > 1:
-            known_as = sched_slurm.node_address()
-            address = bind_address(self.config.sync.bind, known_as, "sync.bind")
-            self._lines = Keepalive(address)
-        else:
-            self._lines = None
-            # It lives as long as the attempt.
-            self._rendezvous = os.fdopen(os.memfd_create("rendezvous"))
-            file = f"/proc/{os.getpid()}/fd/{self._rendezvous.fileno()}"
-        return {**self.program.mark(""), "ELASTIC_RENDEZVOUS": file,
-                "ELASTIC_KEEPALIVE": self._lines.place if self._lines else "",
-                "ELASTIC_ATTEMPT": str(self.program.attempt),
-                "ELASTIC_JOB_ID": self.program.job_id,
-                "ELASTIC_STARTED": str(time.time()), "ELASTIC_RUN_DIR": str(self.run.path),
-                "ELASTIC_NOTICE_S": str(notice_here(self.config) or ""),
-                "MASTER_ADDR": address, "MASTER_PORT": str(free_port(address))}  # fmt: skip
-
-    def _rank_command(self, nodes: int, gpus_per_node: int, shared: dict[str, str]) -> list[str]:
-        """What every rank runs; adds what a program of the user's may read to
-        `shared`."""
-        self.gpus = nodes * gpus_per_node
-        self._record()
-        program = [str(elastic_home() / "sbatch/rank.sh"), *self.config.slurm.rank_prefix]
-        if not self.config.run.command:
-            return [*program, *torch_program("trainer"), str(self.run.path)]
-        values = {
-            "resume": self._resume.choose(), "checkpoints": str(self._resume.folder),
-            "python": sys.executable, "run": str(self.run.path),
-            "attempt": str(self.program.attempt),
-            "mtbi_s": f"{cadence.observed_mtbi_s(self.run.jobs.endings()):.0f}",
-            "master_addr": shared["MASTER_ADDR"], "master_port": shared["MASTER_PORT"],
-            "nodes": str(nodes), "gpus_per_node": str(gpus_per_node), "gpus": str(self.gpus),
-        }  # fmt: skip
-        shared |= {f"ELASTIC_{name.upper()}": value for name, value in values.items()}
-        shared["ELASTIC_NOTICE_SIGNAL"] = self.config.sync.notice_signal
-        self.program.event("restore", resume=values["resume"], world=self.gpus)
-        return [*program, *expand(self.config.run.command, values)]
+        return Ranks(processes, self._keepalive, limit_s, self._resume, here)
 
     def _record(self) -> None:
-        """Say that it is at work, and on how many GPUs: reconcile compares them with what
-        there might be."""
+        """Say that the job is at work, and on how many GPUs: a reconcile pass compares them
+        with those that it might have."""
         self.program.record("training", gpus=self.gpus, trouble=self._failure)
 
     def _wait(self, ranks: "Ranks") -> int:
@@ -307,14 +321,14 @@ class Ranks:
     In a Slurm job one `srun` stands for all of them."""
 
     def __init__(
-        self, processes: list[subprocess.Popen], lines: Keepalive | None, limit_s: float,
+        self, processes: list[subprocess.Popen], keepalive: Keepalive | None, limit_s: float,
         resume: Resume, here: Callable[[], set[int]] = set,
     ):  # fmt: skip
         """`limit_s`: for how long they may neither say nor save anything; 0: for ever.
         `here`: all their processes, where Slurm does not keep them."""
         self.began, self.error = time.time(), ""  # what they died of, if that is known
         self._heard: deque[str] = deque(maxlen=HEARD_LINES)
-        self._processes, self._lines = processes, lines
+        self._processes, self._keepalive = processes, keepalive
         self._limit_s, self._resume, self._here = limit_s, resume, here
         self._bad_exit_at = math.inf  # when srun said that a rank had crashed
         self._readers = [threading.Thread(target=self._copy, args=[p.stderr]) for p in processes]
@@ -352,7 +366,7 @@ class Ranks:
 
     def _is_a_node_gone(self) -> bool:
         """Has a line to a node timed out, and does the node start no step either?"""
-        node = self._lines.lost() if self._lines else ""
+        node = self._keepalive.lost() if self._keepalive else ""
         if not node or sched_slurm.answering([node]):
             return False
         self.error = f"node {node} is silent"
@@ -397,8 +411,8 @@ class Ranks:
             process.wait()
         with contextlib.suppress(ElasticError):
             proc.kill_all(self._here)  # of a launcher's, in sessions of their own
-        if self._lines:
-            self._lines.close()
+        if self._keepalive:
+            self._keepalive.close()
         for reader in self._readers:
             reader.join()
 
