@@ -9,8 +9,8 @@ from elastic.run.records import Outcome
 from elastic.sync.judging import judge
 
 CRASH = {
-    "code": 1, "left": "code 1", "error": "", "closing": "", "told": "", "notice": "",
-    "attempt": 2, "newest_attempt": 2, "is_own": False,
+    "code": 1, "error": "", "closing": "", "told": "", "notice": "", "fenced_by": 0,
+    "is_own": False,
 }  # fmt: skip
 
 
@@ -20,16 +20,16 @@ CRASH = {
         ({}, "crashed", "the ranks ended with code 1"),
         ({"error": "KeyError: 'a'"}, "crashed", "KeyError: 'a' (the ranks ended with code 1)"),
         ({"notice": "SIGTERM"}, "crashed", "the ranks ended with code 1"),
-        ({"code": -9, "left": "signal SIGKILL", "notice": "SIGTERM"}, "yielded",
+        ({"code": -9, "notice": "SIGTERM"}, "yielded",
          "notice, and the ranks ended with signal SIGKILL"),
-        ({"code": -9, "left": "signal SIGKILL"}, "crashed", "the ranks ended with signal SIGKILL"),
+        ({"code": -9}, "crashed", "the ranks ended with signal SIGKILL"),
         ({"code": 0, "closing": "done"}, "done", "run done"),
         ({"code": 75, "notice": "SIGUSR1"}, "yielded", "notice: SIGUSR1"),
         ({"code": 75}, "yielded", "the ranks left on a notice"),
-        ({"code": 93, "newest_attempt": 3}, "fenced", "a higher attempt than 2 has the run"),
+        ({"code": 93, "fenced_by": 3}, "fenced", "attempt 3 has the run now"),
         # Its ranks die of the one that knows.
-        ({"newest_attempt": 3}, "fenced", "a higher attempt than 2 has the run"),
-        ({"code": -6, "newest_attempt": 3}, "fenced", "a higher attempt than 2 has the run"),
+        ({"fenced_by": 3}, "fenced", "attempt 3 has the run now"),
+        ({"code": -6, "fenced_by": 3}, "fenced", "attempt 3 has the run now"),
         ({"code": 93}, "stopped", "the run is going on in sync mode again"),
         ({"code": 93, "closing": "stopped"}, "stopped", "the run is stopped"),
         ({"closing": "stopped"}, "stopped", "the run is stopped"),
@@ -41,8 +41,7 @@ CRASH = {
         ({"code": 0, "is_own": True, "notice": "SIGTERM", "closing": "done"}, "done", "run done"),
         ({"code": 0, "is_own": True, "told": "stopped", "closing": "stopped"}, "stopped",
          "the run is stopped"),
-        ({"code": 93, "is_own": True, "left": "code 93"}, "crashed",
-         "the ranks ended with code 93"),
+        ({"code": 93, "is_own": True}, "crashed", "the ranks ended with code 93"),
     ],
 )  # fmt: skip
 def test_the_end_of_the_ranks_is_judged_by_facts_alone(facts, outcome, reason):

@@ -277,7 +277,7 @@ def test_a_later_job_of_the_run_ends_all_ranks_alike(tmp_path):
             return said if said["state"] == "ended" else None
 
         run.until(end, 30, "its end")
-        why = "a higher attempt than 1 has the run"
+        why = "attempt 2 has the run now"
         assert (end()["outcome"], end()["reason"]) == ("fenced", why)
         assert not run.events("restart")
         finish(run)

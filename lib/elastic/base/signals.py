@@ -151,8 +151,3 @@ def _obey(parent: int, inherited: dict) -> None:
 def die_with_parent() -> None:
     """For `preexec_fn`: the kernel kills the child when its parent ends, however it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def name_of(exit_code: int) -> str:
-    """How a process ended, in words: "code 1" or "signal SIGKILL" (negative codes)."""
-    return f"code {exit_code}" if exit_code >= 0 else f"signal {signal.Signals(-exit_code).name}"

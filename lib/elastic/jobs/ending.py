@@ -1,6 +1,7 @@
 """How a job ends: the outcomes that exit records name, and the exit codes of the
 programs. Pure."""
 
+import signal
 from dataclasses import dataclass
 from traceback import format_exception
 
@@ -10,12 +11,12 @@ from elastic.run.records import Outcome
 from elastic.run.wording import EventKind
 
 BAD = {Outcome.FAILED: Exit.ERROR, Outcome.KILLED: Exit.TRY_AGAIN}
-EXIT_CODES = {  # others: 0
+EXIT_CODES = {  # of a role, by outcome; all others: 0
     MASTER: {**BAD, Outcome.FENCED: Exit.DO_NOT_RESTART},
     WORKER: {**BAD, Outcome.STOPPED: Exit.DO_NOT_RESTART},
     TRAINER: {**BAD, **dict.fromkeys((Outcome.STOPPED, Outcome.FENCED), Exit.DO_NOT_RESTART)},
 }
-# For all others: leave.
+# The event that tells of an outcome; of all others "leave" tells.
 EVENTS = {**dict.fromkeys(BAD, EventKind.LOST), Outcome.YIELDED: EventKind.PREEMPT}
 
 
@@ -29,15 +30,20 @@ class End:
     detail: str = ""
 
 
+def name_of(exit_code: int) -> str:
+    """How a process ended, in words: "code 1" or "signal SIGKILL" (negative codes)."""
+    return f"code {exit_code}" if exit_code >= 0 else f"signal {signal.Signals(-exit_code).name}"
+
+
 def end_of_run(closing: str) -> End:
-    """Of a job whose run does not go on; `closing`: why, as RunDir says."""
+    """The end of a job whose run does not go on; `closing`: why, as RunDir says."""
     outcome = Outcome.DONE if closing == "done" else Outcome.STOPPED
     return End(outcome, f"the run is {closing}")
 
 
 def end_of_error(error: Exception, role: str, has_notice: bool) -> End:
-    """Of a program that an error has ended. `detail` is the way out, or the traceback of
-    an error that nobody foresaw.
+    """The end of a program that an error has ended. `detail` is the way out, or the
+    traceback of an error that nobody foresaw.
 
     Silence is no crash of the user's program. But a master whose Redis is of no use may
     never have another one: that has to come to an end.

@@ -1,21 +1,21 @@
 """What the end of the ranks of a synchronous job means. Pure."""
 
 from elastic.base.errors import Exit
-from elastic.jobs.ending import End, end_of_run
+from elastic.jobs.ending import End, end_of_run, name_of
 from elastic.run.records import Outcome
 
 
 def judge(
-    code: int, left: str, error: str, closing: str, told: str, notice: str, attempt: int,
-    newest_attempt: int, is_own: bool,
-) -> End:  # fmt: skip
+    code: int, error: str, closing: str, told: str, notice: str, fenced_by: int, is_own: bool
+) -> End:
     """The outcome, and why, once the ranks of an attempt have ended. One that crashed need
     not be the end of the job.
 
-    `code` is as Popen or a shell writes it, `left` the same in words; `error`: the
-    exception that they died of, if it is known; `closing`: why the run does not go on in
-    this mode, as RunDir says; `told`: the same, once run.command was told, which then ends
-    as after a notice; `notice`: the signal; `is_own`: the ranks are run.command's.
+    `code` is as Popen or a shell writes it; `error`: the exception that they died of, if
+    it is known; `closing`: why the run does not go on in this mode, as RunDir says;
+    `told`: the same, once run.command was told, which then ends as after a notice;
+    `notice`: the signal; `fenced_by`: the attempt that has the run now, 0 if it is still
+    this one; `is_own`: the ranks are run.command's.
     """
     is_done = closing == "done"
     if told and code in (Exit.OK, Exit.TRY_AGAIN) and not is_done:
@@ -25,8 +25,8 @@ def judge(
         return End(Outcome.YIELDED, "notice, and the ranks ended with 0")
     if code == Exit.OK and (is_own or is_done):
         return End(Outcome.DONE, "run done")
-    if code != Exit.OK and newest_attempt > attempt:  # whatever its ranks died of
-        return End(Outcome.FENCED, f"a higher attempt than {attempt} has the run")
+    if code != Exit.OK and fenced_by:  # whatever the ranks died of
+        return End(Outcome.FENCED, f"attempt {fenced_by} has the run now")
     if code == Exit.TRY_AGAIN:
         why = f"notice: {notice}" if notice else "the ranks left on a notice"
         return End(Outcome.YIELDED, why)
@@ -34,7 +34,7 @@ def judge(
         closing = "going on in sync mode again"
     if closing:
         return end_of_run(closing)
-    ended = f"the ranks ended with {left}"
+    ended = f"the ranks ended with {name_of(code)}"
     if notice and not 0 <= code <= 128:  # by a signal
         return End(Outcome.YIELDED, f"notice, and {ended}")
     return End(Outcome.CRASHED, f"{error} ({ended})" if error else ended)

@@ -33,7 +33,7 @@ from elastic.base.durable import log_what_fits
 from elastic.base.environment import elastic_home, env, torch_program
 from elastic.base.errors import ElasticError, Exit, TryAgain
 from elastic.base.network import bind_address, free_port, node_name
-from elastic.base.signals import Notice, install, name_of
+from elastic.base.signals import Notice, install
 from elastic.jobs import cadence, sched_local, sched_slurm, sizing
 from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run
@@ -106,10 +106,11 @@ class Launcher:
         self.program.claim(self.notice)
         ranks = self._start()
         code = self._wait(ranks)
+        closing, newest = self.program.closing("sync", self.notice), self.run.slots.latest(0)
+        fenced_by = newest if newest > self.program.attempt else 0
         end = judge(
-            code=code, left=name_of(code), error=ranks.error_of(code), told=self._told,
-            closing=self.program.closing("sync", self.notice), notice=self.notice.signal_name,
-            attempt=self.program.attempt, newest_attempt=self.run.slots.latest(0),
+            code=code, error=ranks.error_of(code), closing=closing, told=self._told,
+            notice=self.notice.signal_name, fenced_by=fenced_by,
             is_own=bool(self.config.run.command),
         )  # fmt: skip
         if end.outcome == Outcome.DONE and not self.run.done():
