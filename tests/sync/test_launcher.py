@@ -66,6 +66,6 @@ def test_a_trainer_that_took_no_step_has_not_worked(make_run):
     run, now = make_run(), time.time()
     program = Program(run, TRAINER)
     program.record("started", gpus=1)
-    program.end(End(Outcome.YIELDED, "notice"), {"steps": 500}, steps=0)
+    program.end(End(Outcome.YIELDED, "notice"), 500, progressed=False)
     job = Job(program.job_id, TRAINER, 0, "COMPLETED", submitted_at=now, started_at=now)
     assert not history.ending(job, run.jobs.ending(program.job_id), now).worked

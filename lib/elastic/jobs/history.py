@@ -233,16 +233,17 @@ def ending(job: Job, record: Mapping | None, now: float) -> Ended:
     if record.get("state") == "ended":
         ended_at = record.get("time", 0.0)
         age_s = ended_at - record.get("started", ended_at)
-    steps = 1 if job.role == MASTER else record.get("steps")  # None: nobody knows
+    # None: nobody knows. Agents say their steps alone, and so did launchers of older versions.
+    progressed = job.role == MASTER or record.get("progressed", record.get("steps"))
     # It is no proof of work that the job is old: a hang at the first step is found late.
-    is_idle = outcome == Outcome.FAILED and steps == 0
+    is_idle = outcome == Outcome.FAILED and progressed in (False, 0)
     said = record.get("outcome", "") if outcome == Outcome.CANCELLED else outcome
     return Ended(
         *(job.job_id, job.role, job.slot, outcome, now),
         node=str(record.get("node") or job.node),
         submitted_at=job.submitted_at, started_at=job.started_at,
         reason=reason, detail=str(record.get("detail") or ""),
-        worked=(age_s >= WORKED_S and not is_idle) or (bool(steps) and said in ORDERLY),
+        worked=(age_s >= WORKED_S and not is_idle) or (bool(progressed) and said in ORDERLY),
         ended_at=job.ended_at or ended_at,
     )  # fmt: skip
 

@@ -54,14 +54,15 @@ class Program:
         record = {**self._who, "node": node_name(), "state": state, **fields}
         self.run.jobs.write_ending(self.job_id, record)
 
-    def end(self, end: End, worked: Mapping[str, int], **measured) -> int:
-        """Say how it ended, and what it had `worked` (steps, if they are known); the exit
-        code."""
-        self.event(EVENTS.get(end.outcome, "leave"), reason=end.reason, **worked)
-        return self.record_end(end, **{**worked, **measured})
+    def end(self, end: End, steps: int | None, **measured) -> int:
+        """Say how the job ended after `steps` (None: nobody knows), in an event and in its
+        last record; the exit code."""
+        known = {} if steps is None else {"steps": steps}
+        self.event(EVENTS.get(end.outcome, "leave"), reason=end.reason, **known)
+        return self.record_end(end, **known, **measured)
 
     def record_end(self, end: End, **fields) -> int:
-        """Its last record; the exit code."""
+        """Write the job's last record; the exit code."""
         code = EXIT_CODES[self.role].get(end.outcome, Exit.OK)
         self.record("ended", **asdict(end), code=code, **fields)
         return code

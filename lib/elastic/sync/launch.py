@@ -290,13 +290,13 @@ class Launcher:
 
     def end(self, end: End) -> int:
         """Say how it ended, and see to what comes next; the exit code."""
-        progress = self.run.jobs.progress() or {}
-        mine = progress if progress.get("job_id") == self.program.job_id else {}
-        measured = {"startup_s": mine.get("startup_s"), "gpus": self.gpus}
-        worked = {} if self.config.run.command else {"steps": progress.get("step", 0)}
-        if not self.config.run.command or self._resume.there():  # else nobody knows
-            measured |= {"steps": int(self._resume.has_progressed())}
-        code = self.program.end(end, worked, **measured)
+        is_own, progress = bool(self.config.run.command), self.run.jobs.progress() or {}
+        is_mine = progress.get("job_id") == self.program.job_id
+        measured = {"startup_s": progress.get("startup_s") if is_mine else None}
+        if not is_own or self._resume.there():  # else nobody knows
+            measured["progressed"] = self._resume.has_progressed()
+        steps = None if is_own else progress.get("step", 0)  # of the run, not of this job
+        code = self.program.end(end, steps, gpus=self.gpus, **measured)
         _say(f"{end.outcome}: {end.reason}")
         if self._follower and (end.outcome in WANTED or end.outcome == Outcome.FENCED):
             os.killpg(self._follower.pid, signal.SIGKILL)

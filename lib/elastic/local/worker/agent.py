@@ -289,7 +289,7 @@ class Agent:
 
     def end(self, end: End, training: Training | None = None) -> int:
         """Say how it ended, and give the slot up; the exit code."""
-        steps = {"steps": (training.report["steps_total"] if training else 0) or self._steps}
+        steps = (training.report["steps_total"] if training else 0) or self._steps
         if self._too_short and end.outcome == Outcome.YIELDED:
             end = replace(end, reason=f"{end.reason}; {self._too_short}")
         code = self.program.end(end, steps)
