@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from elastic.base import proc
 from elastic.base.durable import patiently, until_written
@@ -25,6 +25,22 @@ from elastic.run.rundir import RunDir
 
 MARK = "ELASTIC_RANK"  # RUN_DIR:JOB_ID.ATTEMPT.RANK, in the environment of all its processes
 SILENT_S = 600.0  # then the GPUs may go to a node whose filesystem answers
+ABORT_S = 0.5  # for a rank to print its stacks, between SIGABRT and SIGKILL
+
+
+@dataclass
+class Crashes:
+    """The crashes of a job's ranks, in a row: since it last got on."""
+
+    count: int = 0
+    error: str = ""  # that the ranks died of the last time; "": there was none, or it is not known
+
+    def add(self, error: str, has_progressed: bool) -> bool:
+        """Note one more. Did the ranks die of the same error as the time before?"""
+        is_same = bool(error) and error == self.error
+        self.count = 1 if has_progressed else self.count + 1
+        self.error = error
+        return is_same
 
 
 class Program:

@@ -39,7 +39,7 @@ from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import TRAINER
 from elastic.jobs.passes import Passes, reconcile_now
-from elastic.jobs.program import Program, run_job, start_rank
+from elastic.jobs.program import ABORT_S, Crashes, Program, run_job, start_rank
 from elastic.jobs.slurm_info import get_slurm_info, log_job_info, notice_here, with_end_time
 from elastic.run import wording
 from elastic.run.records import WANTED, Outcome
@@ -59,7 +59,6 @@ PASSES_S = 300.0  # between passes of a job at work, and between its records
 SUCCESSOR_S = 5.0  # after the start: the scheduler lists this job as running by then
 # A program that dies so soon may have died of the checkpoint that it was given.
 AT_ONCE_S = 300.0
-ABORT_S = 0.5  # to print stack traces
 BAD_EXIT = re.compile(
     r"srun: error: (Node failure on |"
     r"\S+: tasks? [\d,-]+: (Killed|Abort|Seg|Out Of Memory|Exited with exit code (?!75|93)))"
@@ -74,8 +73,7 @@ class Launcher:
         self.program = Program(run, TRAINER)
         self.gpus = 0
         self._resume = Resume(run)
-        self._crashes = 0
-        self._failure = ""  # what the ranks of the attempt before died of
+        self._crashes = Crashes()
         self._passes: Passes | None = None
         self._follower: subprocess.Popen | None = None  # who passes when this has ended
         self._rendezvous: TextIO | None = None  # of the ranks
@@ -123,17 +121,16 @@ class Launcher:
         """None: it is worth another attempt. `before`: the checkpoints that were
         there."""
         failed = replace(end, outcome=Outcome.FAILED, detail=ranks.last_words())
-        is_same, self._failure = ranks.error and ranks.error == self._failure, ranks.error
         progressed, lost = self._resume.has_progressed(before), self._lost_nodes()
-        self._crashes = 1 if progressed else self._crashes + 1
+        is_same = self._crashes.add(ranks.error, progressed)
         at_once = time.time() - ranks.began < AT_ONCE_S and not (progressed or lost)
         self._resume.older = self._resume.older + 1 if at_once else 0
         if lost:
             left = len(self._nodes)
             if not (nodes := self._fitting(self.config.slurm.gpus_per_node, left)):
                 return End(Outcome.YIELDED, f"only {left} nodes still answer")
-            self._nodes, self._crashes = self._nodes[:nodes], 0
-        if self._crashes > self.config.sync.crash_retries or self.notice:
+            self._nodes, self._crashes.count = self._nodes[:nodes], 0
+        if self._crashes.count > self.config.sync.crash_retries or self.notice:
             return failed
         begun = before or self.run.jobs.progress() or self.run.commits.newest_version() > 0
         if is_same and not begun:
@@ -258,7 +255,7 @@ class Launcher:
     def _record(self) -> None:
         """Say that the job is at work, and on how many GPUs: a reconcile pass compares them
         with those that it might have."""
-        self.program.record("training", gpus=self.gpus, trouble=self._failure)
+        self.program.record("training", gpus=self.gpus, trouble=self._crashes.error)
 
     def _wait(self, ranks: "Ranks") -> int:
         """Until all have left, or one has crashed: the others cannot go on without it.

@@ -36,7 +36,7 @@ from elastic.base.signals import KILL_WAIT_S, NOTICES, Notice, install
 from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run, name_of
 from elastic.jobs.history import WORKER
-from elastic.jobs.program import Program, run_job, start_rank
+from elastic.jobs.program import ABORT_S, Crashes, Program, run_job, start_rank
 from elastic.jobs.slurm_info import notice_here
 from elastic.local.worker_store import WorkerStore
 from elastic.run import wording
@@ -46,7 +46,6 @@ from elastic.run.rundir import RunDir
 TAIL_BYTES = 8192  # the last words of a training process
 HEARD_BYTES = 1 << 18  # enough for a rank's error, behind which many others tell of its loss
 MOST_READ = 1 << 20  # at once: more than a pipe holds; the rest is read the next time
-ABORT_S = 0.5  # to print stack traces
 NOTICE_LAG_S = 1.0  # how much later than the training process the agent may get the notice
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
 # The report of a training process that has not said anything yet.
@@ -217,9 +216,8 @@ class Agent:
         self.program = Program(run, WORKER, slot)
         self.lease = Lease(self.program)
         self._next_beat = 0.0
-        self._crashes = 0
+        self._crashes = Crashes()
         self._steps = 0  # of this job's newest earlier attempt that took any
-        self._failure = ""  # the exception that the attempt before died of
         self._has_told = False  # the notice has been passed on
         self._too_short = ""  # why a notice does not suffice to deliver
         self._deserted = ""  # why this job leaves its GPUs
@@ -274,11 +272,10 @@ class Agent:
     def _after_crash(self, end: End, training: Training) -> End | None:
         """None: it is worth another attempt."""
         failed = replace(end, outcome=Outcome.FAILED, detail=training.last_words())
-        self._crashes = 1 if training.report.get("delivered") else self._crashes + 1
+        is_same = self._crashes.add(training.error, bool(training.report.get("delivered")))
         is_unfit = training.exit_code() == Exit.UNFIT_NODE  # here; not so elsewhere
-        if is_unfit or self._crashes > CRASHES_IN_PLACE or self.notice:
+        if is_unfit or self._crashes.count > CRASHES_IN_PLACE or self.notice:
             return failed
-        is_same, self._failure = training.error == self._failure != "", training.error
         if is_same and self.lease.has_nobody_trained():
             what = f"worker {self.program.slot} failed twice at its start: {end.reason}"
             self.program.run.mark_failed(what, failed.detail)
@@ -426,7 +423,7 @@ class Agent:
         report, program = training.report, self.program
         silent_s = time.monotonic() - training.heard
         trouble = report["trouble"] if report["state"] == "blocked" else ""
-        failure = "" if report["steps_total"] else self._failure
+        failure = "" if report["steps_total"] else self._crashes.error
         if report["state"] == "waiting" and silent_s > self.config.health.stall_after_s:
             report = report | {"state": "stalled"}
         return {
