@@ -93,12 +93,12 @@ def test_several_partitions_are_looked_at_as_one():
 
 
 def test_a_finding_says_what_was_seen_why_it_matters_and_what_to_do():
-    short = {**partition(GraceTime="2"), **cluster(KillWait="0 sec")}
+    short = {**partition(GraceTime="3"), **cluster(KillWait="0 sec")}
     found = {each.check: each for each in diagnose(facts(**short))}
     assert found["notice"] == (
-        "notice", WARN, "1 s (GraceTime=2, KillWait=0); a save takes 1 s: 1 GB at 1 GB/s",
+        "notice", WARN, "1 s (GraceTime=3, KillWait=0); a save takes 1 s: 1 GB at 1 GB/s",
         "what is not saved before the kill is lost",
-        "GraceTime=3 for gpu, or a faster filesystem",
+        "GraceTime=4 for gpu, or a faster filesystem",
     )  # fmt: skip
 
 
@@ -164,15 +164,15 @@ MISCONFIGURED = {
     "PreemptMode=SUSPEND": (
         [], partition(PreemptMode="SUSPEND"), "preemption", FAIL, "SUSPEND"),
     "a notice that is shorter than a save": (
-        [], {"save": Save(80e9, 120e9)}, "notice", FAIL, "59 s (GraceTime=30, KillWait=30);"
+        [], {"save": Save(80e9, 120e9)}, "notice", FAIL, "58 s (GraceTime=30, KillWait=30);"
         " a save takes 1.2e+02 s (80 s for what counts): 120 GB at 1 GB/s"),
     "a notice that is hardly longer": (
         [], {"save": Save(40e9, 40e9)}, "notice", WARN, "40 s: 40 GB"),
     "a notice for the work, and not for inner state": (
         [], {"save": Save(7e9, 60e9)}, "notice", WARN, "60 s (7 s for what counts)"),
     "no grace, and a short KillWait": (
-        [], {**partition(GraceTime="0"), **cluster(KillWait="2 sec"), "save": Save(3e9, 3e9)},
-        "notice", FAIL, "1 s (GraceTime=0, KillWait=2)"),
+        [], {**partition(GraceTime="0"), **cluster(KillWait="3 sec"), "save": Save(3e9, 3e9)},
+        "notice", FAIL, "1 s (GraceTime=0, KillWait=3)"),
     "preemption by priority": (
         [], partition(PreemptMode="PRIORITY,SUSPEND"), "preemption", FAIL, "SUSPEND"),
     "MaxSubmitJobs below max": (
@@ -258,7 +258,7 @@ def test_what_a_qos_decides_is_judged_as_a_partitions():
     assert not_ok(ours) == []
     seen = {each.check: each.seen for each in diagnose(ours)}
     assert seen["preemption"] == "QOS low: REQUEUE (preempt/qos)"
-    assert seen["notice"].startswith("49 s (GraceTime=20, KillWait=30)")
+    assert seen["notice"].startswith("48 s (GraceTime=20, KillWait=30)")
     as_the_cluster = {**low, "PreemptMode": "cluster"}
     other = facts(**cluster(PreemptType="preempt/qos", PreemptMode="SUSPEND"), qos=as_the_cluster)
     assert ("preemption", FAIL) in not_ok(other)
@@ -328,7 +328,7 @@ def test_a_save_that_cannot_be_weighed_leaves_the_notice_known():
     found = {each.check: each for each in diagnose(facts(save=Unknown("no module x")))}
     assert found["notice"].verdict == OK
     assert found["notice"].seen == (
-        "59 s (GraceTime=30, KillWait=30); what a save takes is not known: no module x"
+        "58 s (GraceTime=30, KillWait=30); what a save takes is not known: no module x"
     )
 
 

@@ -111,9 +111,9 @@ DONE = seen(**NOBODY, state="done", reason="finished: nothing is left to train",
             jobs=[])  # fmt: skip
 CHECKS = [
     ("slurm", "OK", "22.05.8, cluster lab", "without it nothing can be submitted", ""),
-    ("notice", "FAIL", "29 s (GraceTime=0, KillWait=30); a save takes 65 s (31 s for what counts):"
+    ("notice", "FAIL", "28 s (GraceTime=0, KillWait=30); a save takes 65 s (31 s for what counts):"
      " 60.7 GB at 937 MB/s", "what is not saved before the kill is lost",
-     "GraceTime=101 for preempt, or a faster filesystem"),
+     "GraceTime=102 for preempt, or a faster filesystem"),
     ("preemption", "WARN", "preempt: CANCEL (preempt/partition_prio)",
      "what becomes of a job whose GPUs are taken", "runs go on, as elastic-reconcile in a crontab"
      " submits their jobs again. For jobs of your own: PreemptMode=REQUEUE for preempt"),

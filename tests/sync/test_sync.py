@@ -460,11 +460,11 @@ def test_slurm_is_asked_what_a_notice_is_for_where_time_seems_short(rank, monkey
 
     monkeypatch.setattr("elastic.sync.rank.kill_at", kill_at)
     wishes = Wishes(rank, notice)
-    assert (20 < wishes.left_s(20.0) <= 29, asked) == (True, [])
-    assert 300 < wishes.left_s(45.0) <= 330
+    assert (20 < wishes.left_s(20.0) <= 28, asked) == (True, [])
+    assert 300 < wishes.left_s(45.0) <= 328
     assert asked == [notice]
     monkeypatch.setattr("elastic.sync.rank.kill_at", lambda: None)  # Slurm does not say
-    assert 0 < wishes.left_s(45.0) <= 29
+    assert 0 < wishes.left_s(45.0) <= 28
 
 
 def test_a_run_of_so_many_steps_is_looked_after(tmp_path):

@@ -132,7 +132,7 @@ def test_loader_workers_outlive_a_notice_and_go_with_their_parent_however_it_end
             assert story.hear() == [True, False, True]
             noticed, left_s = story.hear()
             assert noticed
-            assert 20 < left_s <= 29
+            assert 20 < left_s <= 28
         assert stories[1].hear() == "ready"
         stories[1].process.kill()
         assert [story.end() for story in stories] == [0, -signal.SIGKILL]
@@ -245,9 +245,9 @@ def test_the_deadline_is_the_grace_time_less_a_margin_and_else_the_kill_wait():
     assert handler.deadline_s(0) == math.inf
     notice.arrived(signal.SIGTERM)
     assert handler
-    assert handler.deadline_s(notice.since + 19) == 100
-    assert ShutdownHandler(0, notice).deadline_s(notice.since) == 29
-    assert ShutdownHandler(None, notice).deadline_s(notice.since) == 29
+    assert handler.deadline_s(notice.since + 19) == 99
+    assert ShutdownHandler(0, notice).deadline_s(notice.since) == 28
+    assert ShutdownHandler(None, notice).deadline_s(notice.since) == 28
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -43,7 +43,7 @@ def test_the_doctor_tells_what_is_unusual_there(cluster, tmp_path):
     assert seen["partition"].startswith("preempt: UP, 2 nodes, 4 GPUs")
     assert "a job gets whole nodes" in seen["partition"]
     assert seen["preemption"] == "QOS low: REQUEUE (preempt/qos)"
-    assert seen["notice"].startswith("49 s (GraceTime=20, KillWait=30)")
+    assert seen["notice"].startswith("48 s (GraceTime=20, KillWait=30)")
     assert "JobSubmitPlugins lua; Prolog /" in seen["habits"]
     assert "DefCpuPerGPU=4; DefMemPerCPU 200" in seen["habits"]
     assert "only localhost may submit jobs (AllocNodes)" in seen["cron"]

@@ -9,6 +9,7 @@ send USR2. CONT comes along with TERM, in either order, and needs no handler.
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import select
 import signal
@@ -17,8 +18,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from elastic.base.units import NOTICE_MARGIN_S
+
 KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL
-MARGIN_S = 2.0  # for the last words; GraceTime has been seen half a second short
 LATEST_S = 3600.0  # after a notice; a later kill is that of the time limit
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -45,17 +47,21 @@ class Notice:
     def __bool__(self) -> bool:
         return self.since is not None
 
-    def has_run_out(self) -> bool:
-        """Is the kill so near that only the last words can still be said? Halfway to the kill
-        this asks the scheduler once, in the background: before a time limit there may be
-        more time."""
+    def left_s(self, now: float) -> float:
+        """Seconds until the kill is so near that only the last words can still be said;
+        infinite before a notice."""
         if self.since is None:
-            return False
-        gone_s = time.time() - self.since
-        if self.ask and gone_s > self.window_s / 2:
+            return math.inf
+        return self.since + self.window_s - NOTICE_MARGIN_S - now
+
+    def has_run_out(self) -> bool:
+        """Is no time left? Halfway to the kill this asks the scheduler once, in the
+        background: before a time limit there may be more time."""
+        now = time.time()
+        if self.ask and self.since and now - self.since > self.window_s / 2:
             ask, self.ask = self.ask, None
             threading.Thread(target=self._learn, args=[ask], daemon=True).start()
-        return gone_s > self.window_s - MARGIN_S
+        return self.left_s(now) < 0
 
     def _learn(self, ask: Callable[[], float | None]) -> None:
         kill_at = ask()

@@ -4,6 +4,10 @@ import math
 import re
 from typing import Any
 
+# Of a notice, in both modes: to say how the job ended. GraceTime has been seen half a second
+# short.
+NOTICE_MARGIN_S = 2.0
+
 
 def si(number: float, gap: str = "") -> str:
     """A count in four characters or so: 950, 12.3k, 4.56M, 7.89G."""

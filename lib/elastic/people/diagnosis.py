@@ -14,13 +14,12 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from elastic.base.errors import ElasticError
-from elastic.base.units import size
+from elastic.base.units import NOTICE_MARGIN_S, size
 from elastic.jobs.slurm_text import gpus_of, most_gpus
 from elastic.run.wording import counted
 
 OK, WARN, FAIL, SKIP = VERDICTS = ("OK", "WARN", "FAIL", "SKIP")
 OLDEST_SLURM = (22, 5)
-NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
 CRED_EXPIRE_S = 120  # Slurm's default; a requeued job waits as long
 LONG_ENOUGH_S = 12 * 3600.0  # a time limit that costs little: each start takes a minute
 SLOW_DISK = 10e6  # bytes/s

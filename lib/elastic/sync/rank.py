@@ -10,11 +10,11 @@ from elastic.base.config import Config
 from elastic.base.durable import until_written
 from elastic.base.environment import env
 from elastic.base.errors import Fenced, TryAgain
-from elastic.base.signals import Notice
+from elastic.base.signals import KILL_WAIT_S, Notice
+from elastic.base.units import NOTICE_MARGIN_S
 from elastic.jobs.slurm_info import kill_at
 from elastic.run.rundir import RunDir
 from elastic.train.group import Group
-from elastic.train.health import ShutdownHandler
 
 CONTROL_S = 2.0  # between looks at what the user wants
 
@@ -53,7 +53,7 @@ class Wishes:
 
     def __init__(self, rank: Rank, notice: Notice):
         self._rank, self.notice = rank, notice
-        self._shutdown = ShutdownHandler(float(env("ELASTIC_NOTICE_S") or 0), notice)
+        notice.window_s = float(env("ELASTIC_NOTICE_S") or KILL_WAIT_S)
         self._epoch = self._version = 0
         self._control_at = 0.0
 
@@ -82,11 +82,13 @@ class Wishes:
         return max(wish for wish in Wish if sums[wish]), sums[len(Wish) :]
 
     def left_s(self, needed_s: float) -> float:
-        """Until the kill. Slurm knows what the notice is for; asked only where the time
-        of a preemption is too short, as it may take half a minute to answer."""
-        left_s = self._shutdown.deadline_s(time.time())
-        known_at = None if left_s >= needed_s else kill_at()
-        return known_at - time.time() if known_at else left_s
+        """Seconds until the kill, less a margin for the last words. Slurm knows what the
+        notice is for, and may leave more time than it does at a preemption. It is asked only
+        if that is too short, as the answer may take half a minute."""
+        left_s = self.notice.left_s(time.time())
+        if left_s < needed_s and (known_at := kill_at()):
+            left_s = known_at - NOTICE_MARGIN_S - time.time()
+        return left_s
 
     # ---- rank 0: one writer of the run
 

@@ -27,7 +27,6 @@ from elastic.base.signals import KILL_WAIT_S, Notice, die_with_parent, ignore_no
 from elastic.train.group import Group, is_sharded
 
 ACTIONS = ("warn", "skip", "rollback", "stop")
-NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
 POLL_S, LATE_S = 0.02, 2.0  # a busy node runs the thread that asks so much later
 # What a process may hold of a GPU's memory outside of torch's allocator.
 FOREIGN_SHARE = 0.2
@@ -211,15 +210,14 @@ class ShutdownHandler:
 
     def __init__(self, notice_s: float | None = None, notice: Notice | None = None):
         self.notice = install() if notice is None else notice
-        self.window_s = (notice_s or KILL_WAIT_S) - NOTICE_MARGIN_S
+        self.notice.window_s = notice_s or KILL_WAIT_S
 
     def __bool__(self) -> bool:
         return bool(self.notice)
 
     def deadline_s(self, now: float) -> float:
-        """Until the kill; infinite before a notice."""
-        since = self.notice.since
-        return math.inf if since is None else since + self.window_s - now
+        """Seconds until the kill, less a margin for the last words; infinite before a notice."""
+        return self.notice.left_s(now)
 
 
 def shield_workers(worker_id: int = 0) -> None:
