@@ -1,8 +1,8 @@
 """Training on preemptible Slurm partitions without losing work.
 
 What a user's own loop may want: `elastic.LocalSGD`, and what keeps ranks alive
-(health.py, slurm_info.py). All is resolved on first use, so that `import elastic` (and
-with it `elastic-status` and the cron pass) never loads torch.
+(health.py, slurm_info.py, resumable.py). All is resolved on first use, so that `import
+elastic` (and with it `elastic-status` and the cron pass) never loads torch.
 """
 
 import importlib
@@ -10,7 +10,8 @@ import importlib
 __version__ = "0.1.0"
 HOMES = {
     "elastic.local.worker.local_sgd": "LocalSGD",
-    "elastic.jobs.slurm_info": "SLURMInfo get_slurm_info log_job_info resolve_resume_path",
+    "elastic.jobs.slurm_info": "SLURMInfo get_slurm_info log_job_info",
+    "elastic.sync.resumable": "resolve_resume_path",
     "elastic.train.health": "ShutdownHandler NaNDetector HangDetector check_nccl_health "
                             "check_gpu_health shield_workers",
 }  # fmt: skip

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.jobs.slurm_info import resume_paths
 from elastic.people import status
+from elastic.sync.resumable import resume_paths
 from helpers import ROOT, elastic, environment, wait_until
 from running import Running, running
 

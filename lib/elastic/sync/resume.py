@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from elastic.jobs.slurm_info import resume_paths
 from elastic.run import wording
 from elastic.run.rundir import RunDir
+from elastic.sync.resumable import resume_paths
 
 
 class Resume:
