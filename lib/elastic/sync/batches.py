@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch.utils.data import DataLoader, default_collate
 
 from elastic.base.config import Config
-from elastic.jobs.sizing import passes
 from elastic.run.ledger import Ledger, Range, Ranges
 from elastic.run.shuffle import index
+from elastic.sync.parts import passes
 from elastic.train.device import seed_by
 from elastic.train.group import Group
 from elastic.train.health import shield_workers
