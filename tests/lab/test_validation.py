@@ -20,9 +20,8 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.reconcile import PassReport
 from elastic.lab import validation
 from elastic.lab.validation import verdicts
-from elastic.people import steering, views
+from elastic.people import evaluation, steering, views
 from elastic.run.rundir import RunDir
-from elastic.saved import evaluation
 from helpers import elastic, environment
 from running import SETTINGS, TESTS, kill_all, toml
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic.base.errors import Exit
-from elastic.saved import describe
+from elastic.people import describe
 from helpers import elastic, environment
 
 GOOD = {

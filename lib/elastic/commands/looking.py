@@ -203,7 +203,7 @@ def evaluate(run: str, version: int | None, as_json: bool):
     Loads the run's task here and prints what its validate() says of the
     newest checkpoint of sync mode, else of the newest version, or of V.
     """
-    from elastic.saved import evaluation
+    from elastic.people import evaluation
 
     scores = evaluation.evaluate(rundir.find(run), version)
     show(as_json, scores, lambda each: "  ".join(f"{k} {v:.6g}" for k, v in each.items()))

@@ -24,9 +24,9 @@ from elastic.jobs.reconcile import run_pass
 from elastic.lab.chaos import Chaos
 from elastic.local.rounds import Rule
 from elastic.people import submission, views
+from elastic.people.evaluation import of_version
 from elastic.run import wording
 from elastic.run.rundir import RunDir
-from elastic.saved.evaluation import of_version
 
 # Deltas may be refused by these rules because a machine is slow, or a worker was killed, or
 # the master with its Redis.

@@ -23,9 +23,8 @@ from elastic.base.durable import patiently
 from elastic.base.environment import runs_root
 from elastic.base.errors import ElasticError, UsageError
 from elastic.jobs.reconcile import run_pass
-from elastic.people import steering, submission, timeline
+from elastic.people import evaluation, steering, submission, timeline
 from elastic.run.rundir import RunDir
-from elastic.saved import evaluation
 
 BASELINE = "sync"
 # Student's t, one-sided 95 %, by the number of seeds.

@@ -56,12 +56,13 @@ def check(config: Config, root: Path, is_dry: bool = False) -> list[str]:
     return lacking
 
 
-def described(config: Path, settings: Sequence[str],
-              tries: bool = False) -> tuple[estimate.Model | None, str]:  # fmt: skip
-    """(the run's model, ""); or (None, why it cannot be known here); or (the model, why no
-    first step was tried). `tries`: try that step. Raises ElasticError with the end of the
-    traceback if the task fails."""
-    command = [sys.executable, "-P", "-m", "elastic.saved.describe", *["--try"] * tries,
+def described(
+    config: Path, settings: Sequence[str], tries: bool = False
+) -> tuple[estimate.Model | None, str]:
+    """The run's model, or None; why it cannot be known here, or why a first step was not
+    tried. `tries`: try that step. Raises ElasticError with the end of the traceback if the
+    task fails."""
+    command = [sys.executable, "-P", "-m", "elastic.people.describe", *["--try"] * tries,
                str(config), "slurm.partition=any", *settings]  # fmt: skip
     try:
         trial = subprocess.run(command, capture_output=True, text=True, timeout=TRY_S)

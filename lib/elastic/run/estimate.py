@@ -26,7 +26,7 @@ PASS_FLOPS = 6  # per parameter and token, forth and back
 
 @dataclass(frozen=True)
 class Model:
-    """What a run has to move, as `elastic.saved.describe` finds it."""
+    """What a run has to move, as `elastic.people.describe` finds it."""
 
     numel: int  # parameters
     delta_bytes: int

@@ -63,7 +63,8 @@ def of_checkpoint(run: RunDir, saved: Saved) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _task(run: RunDir) -> Iterator[tuple[Task, nn.Module]]:
-    """The task and its model, where the run's own relative paths begin."""
+    """The task and its model, while the run's folder is the current one: there the
+    relative paths of the run begin."""
     with contextlib.chdir(run.config().run.folder):
         task = load(run.config())
         seed(run.config().run.seed)  # as where it was trained: a random buffer, a random split

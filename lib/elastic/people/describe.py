@@ -1,14 +1,14 @@
 """What a run's model is, as JSON:
-`python -m elastic.saved.describe [--try] CONFIG KEY=VALUE...`.
+`python -m elastic.people.describe [--try] CONFIG KEY=VALUE...`.
 
 A process of its own, because it needs torch and the user's code, and `elastic-submit
 --dry-run` is to say what it can without either. Nothing is allocated: the model is made
 on the meta device.
 
-With --try also a worker's first step, on the CPU: one batch, and of a model of at most
-MOST_TRIED parameters loss and backward. What fails since this machine lacks something (a
-file, a module, a GPU) says nothing of the task; every other exception is the task's own:
-exit USAGE, a traceback.
+With --try it also does a worker's first step, on the CPU: one batch and, if the model has
+at most MOST_TRIED parameters, loss and backward. A failure for lack of something on this
+machine (a file, a module, a GPU) says nothing of the task; every other exception is the
+task's own: exit USAGE, and a traceback.
 """
 
 import json
@@ -37,7 +37,7 @@ LACKING = (OSError, ImportError, MemoryError)
 
 
 def measured(config, task) -> Model:
-    """The task's model, which is not allocated."""
+    """What the task's model is. No memory is allocated for it."""
     with torch.device("meta"):
         model = task.model()
     layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
@@ -53,8 +53,8 @@ def measured(config, task) -> Model:
 
 
 def attempt(config, task, numel: int) -> tuple[str, int]:
-    """Do a worker's first step. Returns why it was left out, or "", and the tokens of a
-    sample, if the task counts any. Raises the task's own errors."""
+    """Do a worker's first step. Returns why it was left out ("": it was not), and the
+    tokens of a sample, if the task counts any. Raises the task's own errors."""
     per_sample = 0
     try:
         dataset = check(task.dataset())
@@ -78,7 +78,8 @@ def attempt(config, task, numel: int) -> tuple[str, int]:
 
 
 def _is_lacking(error: BaseException) -> bool:
-    """Is it this machine's fault, or that of a model that cannot do without memory?"""
+    """Has it failed for lack of something here, or since the model cannot be made without
+    memory?"""
     cause = error.__cause__ or error
     wants_gpu = re.search("CUDA|NVIDIA", str(cause)) and not torch.cuda.is_available()
     needs_memory = isinstance(cause, RuntimeError) and re.search(r"\b[Mm]eta\b", str(cause))
