@@ -17,7 +17,7 @@ from elastic.run.rundir import RunDir
 from elastic.saved.codec import CODECS, Codec
 from elastic.saved.layout import Layout
 from elastic.saved.merge import outer_step
-from elastic.saved.versions import Draft, read_exactly, read_layout, read_params
+from elastic.saved.versions import VersionDraft, read_exactly, read_layout, read_params
 from helpers import commit_of
 
 SHAPES = [("a.weight", (3, 4)), ("a.bias", (5,)), ("b.weight", (2, 3, 2)), ("scale", ())]
@@ -65,7 +65,7 @@ class Rounds:
     def __init__(self, run: RunDir, start: torch.Tensor, shapes=SHAPES, fragment_bytes=64):
         self.run, self.config = run, run.config()
         self.layout = Layout.of(shapes, fragment_bytes)
-        draft = Draft(run, 0, "slot0.1")
+        draft = VersionDraft(run, 0, "slot0.1")
         files = [
             entry
             for index, flat in enumerate(self.parts(start))

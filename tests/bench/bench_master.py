@@ -31,7 +31,7 @@ from elastic.run.records import Header  # noqa: E402
 from elastic.run.rundir import Control, RunDir  # noqa: E402
 from elastic.saved.codec import CODECS  # noqa: E402
 from elastic.saved.layout import Layout  # noqa: E402
-from elastic.saved.versions import Draft  # noqa: E402
+from elastic.saved.versions import VersionDraft  # noqa: E402
 from helpers import commit_of  # noqa: E402
 from stores import BothSides  # noqa: E402
 
@@ -101,7 +101,7 @@ def make_run(folder: Path, workers: int) -> RunDir:
     config = configuration.load(path, site=Path(os.devnull))
     control = Control("local", "running", 1, workers)
     run = RunDir.create(folder / "runs", config, control, {})
-    draft = Draft(run, 0, "bench")
+    draft = VersionDraft(run, 0, "bench")
     files = draft.write_fragment(LAYOUT, 0, torch.zeros(64), torch.zeros(64))
     draft.commit(LAYOUT, files, commit_of(
         time=time.time(), layout=LAYOUT.hash, dataset_samples=10**9, total_tokens=10**9

@@ -19,7 +19,7 @@ from elastic.saved.checkpoint import Checkpoints
 from elastic.saved.handover import to_local, to_sync
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
-from elastic.saved.versions import Draft, read_exactly, read_params, remove_drafts
+from elastic.saved.versions import VersionDraft, read_exactly, read_params, remove_drafts
 from elastic.train.group import Group
 from forks import KILLED, killed_at
 from helpers import commit_of
@@ -33,7 +33,7 @@ def begun(run: RunDir) -> RunDir:
     net, _ = make(1)
     layout = Layout.of(shapes(net), 200)
     assert len(layout.fragments) > 2
-    replica, draft, files = Replica(net, layout), Draft(run, 0, "slot0.1"), []
+    replica, draft, files = Replica(net, layout), VersionDraft(run, 0, "slot0.1"), []
     for index in range(len(layout.fragments)):
         params = replica.whole(index)
         files += draft.write_fragment(layout, index, params, torch.ones_like(params))
@@ -131,7 +131,7 @@ def test_a_model_in_a_wrapper_leaves_sync_mode_too(run):
     """torch.compile and activation checkpointing put words into names, which DCP leaves out."""
     net = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 1))
     net = torch.compile(net, backend="eager")
-    layout, draft = Layout.of(shapes(net), 1 << 20), Draft(run, 0, "slot0.1")
+    layout, draft = Layout.of(shapes(net), 1 << 20), VersionDraft(run, 0, "slot0.1")
     zeros = torch.zeros(layout.numels[0])
     commit = commit_of(layout=layout.hash, dataset_samples=SAMPLES)
     draft.commit(layout, draft.write_fragment(layout, 0, zeros, zeros.clone()), commit)

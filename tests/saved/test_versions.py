@@ -23,7 +23,7 @@ from elastic.base.errors import ElasticError
 from elastic.saved import inner_state, versions
 from elastic.saved.drafts import Measured
 from elastic.saved.layout import Layout
-from elastic.saved.versions import Draft, prune, read_layout, read_params, remove_drafts
+from elastic.saved.versions import VersionDraft, prune, read_layout, read_params, remove_drafts
 from forks import KILLED, at_nth_step, in_children, killed_at
 from helpers import commit_of
 from merging import Rounds, read_outer
@@ -45,7 +45,7 @@ def tensors(version):
 
 def write(run, version, writer="epoch1"):
     """Write a draft up to the point before its commit."""
-    draft = Draft(run, version, writer)
+    draft = VersionDraft(run, version, writer)
     params, momentum = tensors(version)
     files = []
     for index in range(len(LAYOUT.fragments)):
@@ -272,10 +272,10 @@ def deaf_after_link(patch) -> list:
 def test_a_draft_of_a_committed_version_is_not_begun_anew(run):
     draft, files = write(run, 0)
     run.commits.link(commit_of(writer="epoch1", files=files))
-    Draft(run, 0, "epoch1")
+    VersionDraft(run, 0, "epoch1")
     draft.discard()
     assert drafts(run) == [".000000.epoch1"]
-    Draft(run, 0, "epoch2").discard()
+    VersionDraft(run, 0, "epoch2").discard()
     assert drafts(run) == [".000000.epoch1"]
 
 
@@ -326,7 +326,7 @@ def test_a_new_master_does_not_take_the_draft_that_an_old_one_is_about_to_commit
 
 
 def test_a_worker_still_writing_version_0_when_another_has_made_it_just_loses(run):
-    slow = Draft(run, 0, "slot1.1")
+    slow = VersionDraft(run, 0, "slot1.1")
     params, momentum = tensors(0)
     files = slow.write_fragment(LAYOUT, 0, params[0], momentum[0])
     commit(run, 0, "slot0.1")

@@ -231,7 +231,7 @@ class MemoryCommits(Commits):
 
 
 class MemoryDraft:
-    """`versions.Draft`, without tensors."""
+    """A `VersionDraft` without tensors."""
 
     def __init__(self, run: MemoryRun, version: int, writer: str):
         self.run, self.version, self.writer = run, version, writer
@@ -862,7 +862,7 @@ def in_memory():
         },
         server: {"start": world("start_redis"), "bind_address": quiet, "time": CLOCK},
         journal: {"print": quiet, "time": CLOCK},
-        averaging: {"Draft": MemoryDraft},
+        averaging: {"VersionDraft": MemoryDraft},
         Store: {"connect": classmethod(world("connect"))},
         **{module: {"print": quiet, "time": CLOCK} for module in WORKER},
         local_sgd: {"Line": HeardLine, "time": CLOCK},

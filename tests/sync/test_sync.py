@@ -30,7 +30,7 @@ from elastic.run.sound import SCORES
 from elastic.saved.checkpoint import Checkpoints, read_params
 from elastic.saved.layout import Layout
 from elastic.saved.replica import shapes
-from elastic.sync.batches import Samples
+from elastic.sync.batches import Batches
 from elastic.sync.rank import Rank, Wish, Wishes
 from elastic.sync.saving import Saving, State
 from elastic.sync.trainer import Trainer
@@ -346,7 +346,7 @@ def test_checkpoints_write_no_more_in_a_second_than_a_site_allows(rank, make_con
 def saving_of(rank: Rank) -> Saving:
     """Of a small model that never stepped."""
     (rank.run.path / "checkpoints").mkdir(parents=True)
-    net, samples = torch.nn.Linear(2, 2), Samples(Tiny({"pace": ""}), rank.config, rank.group)
+    net, samples = torch.nn.Linear(2, 2), Batches(Tiny({"pace": ""}), rank.config, rank.group)
     return Saving(rank, net, torch.optim.SGD(net.parameters()), samples)
 
 
@@ -370,7 +370,7 @@ def test_no_two_ranks_or_attempts_change_their_samples_alike(make_config, worker
     for rank, trained in ((0, 0), (1, 0), (0, 32), (0, 0)):
         torch.manual_seed(0)  # as of the model
         random.seed(0)
-        samples = Samples(Noise({"pace": ""}), config, Group(rank, 2))
+        samples = Batches(Noise({"pace": ""}), config, Group(rank, 2))
         samples.set(trained=[(0, 0, trained)])
         [(_, values)] = samples.next().passes
         seen.append(values.tolist())
@@ -520,7 +520,7 @@ def test_a_data_set_that_is_drawn_is_the_same_in_every_attempt(run, make_config)
         torch.seed()
         config = make_config("run.mode=sync", "run.task=tiny_task:Swapping", "task.pace=''")
         trainer = Trainer(Rank(run, config, Group(), 1, "7"), Notice())
-        found.append([data[0].tolist() for _, data in trainer.samples.next().passes])
+        found.append([data[0].tolist() for _, data in trainer.batches.next().passes])
     assert found[0] == found[1]
 
 

@@ -20,7 +20,7 @@ from elastic.run.rundir import RunDir
 from elastic.run.sound import typed
 from elastic.saved.checkpoint import Checkpoints, read_params, reader_of
 from elastic.saved.replica import Replica, refuse_other
-from elastic.saved.versions import Draft, read_exactly, read_layout
+from elastic.saved.versions import VersionDraft, read_exactly, read_layout
 from elastic.train.group import Group
 
 
@@ -49,7 +49,7 @@ def to_local(run: RunDir, commit: Commit, epoch: int) -> tuple[Commit, list[str]
     if not trained.samples:
         return commit, refused
     layout, files = read_layout(run, commit.version), []
-    draft, reader = Draft(run, commit.version + 1, writer), reader_of(run, saved)
+    draft, reader = VersionDraft(run, commit.version + 1, writer), reader_of(run, saved)
     for index, tensors in enumerate(layout.fragments):
         params = read_params(reader, tensors)
         files += draft.write_fragment(layout, index, params, torch.zeros_like(params))

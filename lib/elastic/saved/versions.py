@@ -32,7 +32,7 @@ from elastic.saved.layout import Layout
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}  # as safetensors calls them
 
 
-class Draft(drafts.Draft):
+class VersionDraft(drafts.Draft):
     """A version being written."""
 
     def __init__(self, run: RunDir, version: int, writer: str):

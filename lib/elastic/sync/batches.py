@@ -27,49 +27,52 @@ RANKS = (0, 0)  # the only owner in the ledger: a batch is handed to all of them
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch, and what this rank makes of it: (does it count, data) for every
-    pass."""
+    """A global batch, and this rank's passes over its part: for each, whether it counts,
+    and its data.
+
+    `passes` reads from the loader of the whole run: take all of them before the next call
+    of `Batches.next`, or never make that call (after an interruption the ranks leave).
+    Otherwise the batches after it would have each other's samples.
+    """
 
     samples: Ranges
     passes: Iterator[tuple[bool, object]]
 
 
-class Samples:
-    """Where the samples of the run are: in a version (`committed`), trained since then,
-    left out (`skipped`), or in a batch to come."""
+class Batches:
+    """The batches to come, and where all other samples of the run are: in a version
+    (`committed`), `trained` since then, or left out (`skipped`)."""
 
     def __init__(self, task, config: Config, group: Group):
         self._config, self._group = config, group
         self._dataset = check(task.dataset())
-        # As many as in the first, unless that is all padding.
+        self.dataset_samples = len(self._dataset)
+        # The tokens of the first sample stand for all, unless it is all padding.
         self.tokens_each = max(1, count_tokens(task, default_collate([self._dataset[0]])))
         most = config.train.batch_size * config.elastic.max
         self.batch_size = config.sync.global_batch_size or most
         self.set()
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
     def set(
         self, committed: Iterable[Range] = (), trained: Iterable[Range] = (),
         skipped: Iterable[Range] = (),
     ) -> None:  # fmt: skip
-        """Go on where these are done with."""
+        """Go on as if these samples were done, and no others."""
         self.committed, self.trained = Ranges(committed), Ranges(trained)
         self.skipped = Ranges(skipped)
         done = [*self.committed, *self.trained, *self.skipped]
-        self._batches = self._load(Ledger(len(self), self._config.train.epochs, done))
+        self._batches = self._load(Ledger(self.dataset_samples, self._config.train.epochs, done))
 
     def next(self) -> Batch | None:
-        """None: there are no more."""
+        """The next batch; None if there are no more samples."""
         return next(self._batches, None)
 
     def total_tokens(self, tokens: int) -> int:
-        """What the run comes to, of which `tokens` are trained: as many a sample as so
-        far."""
+        """The tokens of the whole run, of which `tokens` are trained: an estimate, by the
+        tokens per sample so far."""
         train, samples = self._config.train, len(self.committed) + len(self.trained)
         each = tokens / samples if samples and tokens else self.tokens_each
-        total = train.max_tokens or train.epochs * len(self) * each
+        total = train.max_tokens or train.epochs * self.dataset_samples * each
         if train.max_steps:
             total = min(total, train.max_steps * self.batch_size * each)
         return round(total)
@@ -85,9 +88,10 @@ class Samples:
                 parts = passes(places, group.rank, group.world, train.batch_size)
                 planned.append((batch, [bool(part) for part in parts]))
                 for part in parts:
-                    yield [index(len(self), seed, *place) for place in part or places[:1]]
+                    yield [index(len(self._dataset), seed, *place) for place in part or places[:1]]
 
-        # Else all ranks, and each attempt, would change their samples by the same numbers.
+        # Otherwise the random changes of samples would be the same on all ranks, and in each
+        # attempt.
         done = len(self.committed) + len(self.trained) + len(self.skipped)
         seed_by(f"{seed}/{done} samples/{group.rank}")
         loader = iter(DataLoader(

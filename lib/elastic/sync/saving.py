@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from elastic.base.errors import TryAgain
 from elastic.jobs import cadence
 from elastic.saved.checkpoint import Checkpoints, Saved, size_bytes
-from elastic.sync.batches import Samples
+from elastic.sync.batches import Batches
 from elastic.sync.rank import Rank
 
 
@@ -34,8 +34,8 @@ class Saving:
     """All ranks call every method alike, but for `is_due`. A disk that refuses costs a
     checkpoint, and nothing else."""
 
-    def __init__(self, rank: Rank, model: Module, optimizer: Optimizer, samples: Samples):
-        self._rank, self._model, self._optimizer, self._samples = rank, model, optimizer, samples
+    def __init__(self, rank: Rank, model: Module, optimizer: Optimizer, batches: Batches):
+        self._rank, self._model, self._optimizer, self._batches = rank, model, optimizer, batches
         keep = max(2, rank.config.checkpoint.keep)
         self.checkpoints = Checkpoints(rank.run, rank.group, f"attempt{rank.attempt}", keep)
         self.words = ""  # how often, and why, for status; or what was refused
@@ -119,7 +119,7 @@ class Saving:
     def _content(self, state: State) -> tuple:
         """Step, model, optimizer, and what its record says: the state, and what a commit
         would."""
-        samples, train = list(self._samples.trained), self._rank.config.train
+        samples, train = list(self._batches.trained), self._rank.config.train
         delta = {
             "role": "trainer", "slot": 0, "attempt": self._rank.attempt,
             "job_id": self._rank.job_id, "steps": state.step - state.base_step,
@@ -128,7 +128,8 @@ class Saving:
         extra = {
             "state": asdict(state), "base_version": state.base_version, "tokens": state.tokens,
             "loss": state.loss, "samples": samples, "deltas": [delta],
-            "skipped": list(self._samples.skipped), "dataset_samples": len(self._samples),
+            "skipped": list(self._batches.skipped),
+            "dataset_samples": self._batches.dataset_samples,
             "epochs": 0 if train.max_steps else train.epochs,
         }  # fmt: skip
         return state.step, self._model, self._optimizer, extra

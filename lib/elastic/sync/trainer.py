@@ -40,7 +40,7 @@ from elastic.run.rundir import RunDir
 from elastic.run.shuffle import check_size
 from elastic.saved import handover
 from elastic.saved.checkpoint import Saved, steps
-from elastic.sync.batches import Batch, Samples
+from elastic.sync.batches import Batch, Batches
 from elastic.sync.rank import Rank, Wish, Wishes
 from elastic.sync.saving import Saving, State
 from elastic.train.device import (
@@ -84,12 +84,12 @@ class Trainer:
         self.state = self._base = State()
         task = load_task(config.run.task, config.task, Path(config.run.folder))
         self.learner = Learner(task, config, group)  # seeds torch: data sets may be random parts
-        self.samples = Samples(task, config, group)
+        self.batches = Batches(task, config, group)
         self.probe = Probe(self.learner.model, near=0.1, may_ignore=0)
         self._passes, self._pass_s = 1, AGREE_S  # of the newest step, on this rank
         self._agree_every = 1  # passes; the same on all ranks
-        self.saving = Saving(rank, self.learner.model, self.learner.optimizer, self.samples)
-        self.wishes, self.journal = Wishes(rank, notice), Journal(rank)
+        self.saving = Saving(rank, self.learner.model, self.learner.optimizer, self.batches)
+        self.wishes, self.log = Wishes(rank, notice), StepLog(rank)
         health = config.health
         self.nans = NaNDetector(health.nan_action, group, health.max_bad_batches)
         self._checked_at = time.monotonic()
@@ -102,9 +102,9 @@ class Trainer:
         self.notice.exit_code = None
         wish = self._train()
         # A save may take longer than a step ever should.
-        self.journal.turn_to("saving")
+        self.log.turn_to("saving")
         while wish == Wish.GO_ON and not self.saving.save(self.state):
-            self.journal.turn_to("saving", cadence=self.saving.words)
+            self.log.turn_to("saving", cadence=self.saving.words)
             time.sleep(STUCK_S)  # not done before the last step is on the disk
             wish = Wish(self.rank.group.broadcast(self.wishes.mine()))
         if wish != Wish.GO_ON:
@@ -120,7 +120,7 @@ class Trainer:
         with HangDetector(timeout_s, functools.partial(leave, Exit.ERROR)) as hangs:
             wish = self._validate_if_due(hangs)  # one that a notice broke off
             while wish == Wish.GO_ON and not self._budget_is_spent():
-                if (batch := self.samples.next()) is None:
+                if (batch := self.batches.next()) is None:
                     break
                 wish = self._step(batch) or self._validate_if_due(hangs)
                 hangs.tick()
@@ -151,7 +151,7 @@ class Trainer:
         began, rank = time.time(), self.rank
         base, committed = rank.group.decide(self._find_base)
         self._base = State(**base)
-        self.samples.set(committed)
+        self.batches.set(committed)
         version = self._base.base_version
         self.probe.before()
         saved, refused = self.saving.load(version)
@@ -180,7 +180,7 @@ class Trainer:
         run = self.rank.run
         newest = run.commits.newest()
         version, tokens = (newest.version, newest.tokens) if newest else (0, 0)
-        check_size(len(self.samples), newest and newest.dataset_samples)
+        check_size(self.batches.dataset_samples, newest and newest.dataset_samples)
         commits = run.commits.all(last=version) if newest else ()
         samples = Ranges(span for commit in commits for span in commit.samples)
         step = max(steps(run), default=0)
@@ -190,17 +190,17 @@ class Trainer:
     def _go_on_from(self, saved: Saved | None, skipped: Iterable[Range] = ()) -> None:
         """From a checkpoint, or from the base; without the samples that are `skipped`."""
         extra = saved.extra if saved else {"samples": (), "skipped": ()}
-        check_size(len(self.samples), extra.get("dataset_samples"))
+        check_size(self.batches.dataset_samples, extra.get("dataset_samples"))
         self.state = State(**extra["state"]) if saved else replace(self._base)
         skipped = [*extra["skipped"], *skipped]
-        self.samples.set(self.samples.committed, extra["samples"], skipped)
+        self.batches.set(self.batches.committed, extra["samples"], skipped)
 
     # ---- a step
 
     def _step(self, batch: Batch) -> Wish:
         """Train one global batch; returns what the ranks want to do now."""
         began, learner = time.monotonic(), self.learner
-        expected = len(batch.samples) * self.samples.tokens_each
+        expected = len(batch.samples) * self.batches.tokens_each
         self._prepare_step()
         try:
             losses, tokens = learner.backward(self._unless_told(batch.passes), expected)
@@ -238,7 +238,7 @@ class Trainer:
         """Learning rate and random numbers: functions of where the run is, not of how it
         came."""
         state, train = self.state, self.train
-        total = self.samples.total_tokens(state.tokens)
+        total = self.batches.total_tokens(state.tokens)
         rate = learning_rate(state.tokens, total, train) * self._ramp()
         self.learner.rates.set_rates(rate / train.learning_rate)
         seed_by(f"{self.rank.config.run.seed}/{state.step}/{self.rank.group.rank}")
@@ -275,7 +275,7 @@ class Trainer:
         if verdict == "stop":
             raise ElasticError(reason, "lower train.learning_rate, or look at the data")
         if verdict != "warn":
-            self.samples.skipped.add(batch.samples)
+            self.batches.skipped.add(batch.samples)
         if verdict == "rollback":
             self._roll_back()
         return verdict == "warn"
@@ -285,7 +285,7 @@ class Trainer:
         again."""
         saved, _ = self.saving.load(self.state.base_version)
         if saved:
-            self._go_on_from(saved, self.samples.skipped)
+            self._go_on_from(saved, self.batches.skipped)
             self.rank.say(f"rolled back to step {saved.step}")
         else:  # the bad step was not taken: leaving it out is as good
             self.rank.say("no checkpoint to roll back to yet: the batch is left out")
@@ -294,10 +294,10 @@ class Trainer:
         self.state.step += 1
         self.state.tokens += int(agreed.tokens)
         self.state.loss = agreed.loss if math.isfinite(agreed.loss) else self.state.loss
-        self.samples.trained.add(batch.samples)
+        self.batches.trained.add(batch.samples)
 
     def _tell(self, batch: Batch, norm: float, seconds: float) -> None:
-        state, size = self.state, len(self.samples)
+        state, size = self.state, self.batches.dataset_samples
         (first, start, _), (last, _, stop) = list(batch.samples)[0], list(batch.samples)[-1]
         line = {
             "step": state.step, "time": round(time.time(), 3), "loss": state.loss, "norm": norm,
@@ -307,10 +307,10 @@ class Trainer:
         }  # fmt: skip
         more = {
             "cadence": self.saving.words,
-            "total_tokens": self.samples.total_tokens(state.tokens),
+            "total_tokens": self.batches.total_tokens(state.tokens),
             "base_version": state.base_version,
         }  # fmt: skip
-        self.journal.write(line, more)
+        self.log.write(line, more)
 
     def _check_health(self) -> None:
         """Does everybody answer, and does the GPU still compute? All ranks, at the same
@@ -342,7 +342,7 @@ class Trainer:
 
         # After a notice nobody knows what parameters validate() has left in the model.
         self.saving.begin(state, True)
-        self.journal.turn_to("validating")
+        self.log.turn_to("validating")
         try:
             with self.learner.autocast():
                 measured = score(task, self.learner.model, before_pass)
@@ -392,7 +392,7 @@ class Learner:
             torch._foreach_mul_(grads, factor)
 
 
-class Journal:
+class StepLog:
     """What rank 0 writes of the steps: a line for each, and progress.json."""
 
     def __init__(self, rank: Rank):

@@ -20,7 +20,7 @@ from elastic.local.master import averaging
 from elastic.local.rounds import Facts, Rule, Verdict
 from elastic.local.transport import Damaged, fragment_name
 from elastic.saved import merge, versions
-from elastic.saved.versions import Draft
+from elastic.saved.versions import VersionDraft
 from helpers import ROOT, commit_of
 from merging import Outer, Rounds, read_outer, step
 
@@ -244,7 +244,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(run):
 
 
 def written_and_read(run, outer, version, mu):
-    draft = Draft(run, version, "epoch1")
+    draft = VersionDraft(run, version, "epoch1")
     files = []
     for index, (params, momentum) in enumerate(zip(outer.params, outer.momentum, strict=True)):
         files += draft.write_fragment(outer.layout, index, params, momentum)
@@ -298,7 +298,7 @@ def test_the_result_is_bitwise_the_same_for_every_order_of_arrival(open_rounds):
     for order in itertools.permutations([late, *headers]):
         runs.new_master()
         recipe, said = runs.weigh([runs.averager.check(header) for header in order])
-        draft = Draft(runs.run, recipe.base + 1, "epoch2")
+        draft = VersionDraft(runs.run, recipe.base + 1, "epoch2")
         written = runs.averager.advance(recipe, draft)  # checksums of all files
         state = torch.cat([runs.theta, runs.momentum])
         results.add((state.numpy().tobytes(), str(said), str(written)))

@@ -27,7 +27,7 @@ from elastic.saved import inner_state
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, buffers, refuse_inexact, shapes
 from elastic.saved.versions import read_layout, read_params
-from elastic.sync.batches import Samples
+from elastic.sync.batches import Batches
 from elastic.train import loading
 from elastic.train.device import seed
 from elastic.train.group import Group
@@ -595,7 +595,7 @@ def test_a_data_set_need_not_be_picklable_on_any_python(tmp_path: Path, forkserv
     assert len(ahead.next()) == 4
     task = SimpleNamespace(dataset=lambda: dataset)
     config = make_config("train.loader_workers=1", "train.batch_size=4", "elastic.max=1")
-    batch = Samples(task, config, CPU).next()
+    batch = Batches(task, config, CPU).next()
     assert len(next(iter(batch.passes))[1]) == 4
 
 

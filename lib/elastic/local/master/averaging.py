@@ -35,7 +35,7 @@ from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
 from elastic.saved import inner_state, merge
 from elastic.saved.codec import CODECS, Tile, as_bytes, codec_of
-from elastic.saved.versions import Draft, prune, read_exactly, read_layout
+from elastic.saved.versions import VersionDraft, prune, read_exactly, read_layout
 
 
 class Averager:
@@ -121,14 +121,14 @@ class Averager:
         """
         if self.run.commits.of(commit.version):
             return None
-        draft = Draft(self.run, commit.version, f"epoch{commit.master_epoch}")
+        draft = VersionDraft(self.run, commit.version, f"epoch{commit.master_epoch}")
         try:
             return draft.commit(self.layout, self.advance(recipe, draft), commit)
         except Exception:
             draft.discard()
             raise
 
-    def advance(self, recipe: Recipe, draft: Draft) -> list[dict]:
+    def advance(self, recipe: Recipe, draft: VersionDraft) -> list[dict]:
         """Write the next version into a draft; the entries of its files. After an error it
         may be called again, and begins with the base's files. Raises Damaged, TryAgain, and
         OSError, as of a full disk."""
@@ -149,7 +149,7 @@ class Averager:
         found = read_exactly(self.run, self.run.commits.of(version), self.layout, index)
         self.params[index], self.momentum[index] = found
 
-    def _advance_one(self, index: int, recipe: Recipe, draft: Draft) -> list[dict]:
+    def _advance_one(self, index: int, recipe: Recipe, draft: VersionDraft) -> list[dict]:
         self._step(index, recipe)
         params, momentum = self.params[index], self.momentum[index]
         return draft.write_fragment(self.layout, index, params, momentum)

@@ -15,7 +15,7 @@ from elastic.run.records import Commit
 from elastic.run.shuffle import check_size
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, refuse_other, shapes
-from elastic.saved.versions import Draft, read_layout
+from elastic.saved.versions import VersionDraft, read_layout
 from elastic.train.group import Group
 
 
@@ -58,7 +58,7 @@ def _create(line: Line, group: Group, replica: Replica, commit: Commit) -> None:
     Collective."""
     layout, draft, files = replica.layout, None, []
     if group.leads:
-        draft = Draft(line.run, 0, f"slot{line.place.slot}.{line.place.attempt}")
+        draft = VersionDraft(line.run, 0, f"slot{line.place.slot}.{line.place.attempt}")
     for index in range(len(layout.fragments)):
         params = replica.whole(index)
         if draft:
