@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic.jobs.history import ALONE, MASTER, RECENT_S, TRAINER, WORKER, Ended, Job, Memory
+from elastic.run.records import Outcome
 
 SUBMIT, CANCEL, GROW, FAIL, WAIT = "submit", "cancel", "grow", "fail", "wait"
 
@@ -138,7 +139,7 @@ def _chains(memory: Memory, blamed: Sequence[str]) -> dict[Place, list[Ended]]:
     complete: set[Place] = set()
     for end in reversed(memory.ended):
         is_nodes_fault = end.role == WORKER and end.node in blamed
-        counts = end.outcome == "held" or (end.crashed and not is_nodes_fault)
+        counts = end.outcome == Outcome.HELD or (end.crashed and not is_nodes_fault)
         if counts and end.place not in complete:
             chains[end.place].append(end)
         if end.worked:
@@ -230,7 +231,7 @@ def _failing(memory: Memory, place: Place) -> str:
     """The id of a job in this place that has failed and is still listed, or "". Its
     successor has to wait."""
     there = [job for job in memory.jobs if job.place == place]
-    return next((job.job_id for job in there if job.over == "failed"), "")
+    return next((job.job_id for job in there if job.over == Outcome.FAILED), "")
 
 
 def _shrink(workers: Sequence[Job], slots: int) -> Iterator[Action]:

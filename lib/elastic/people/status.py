@@ -245,11 +245,10 @@ def observe(run: RunDir, listing: Listing | None = None, depth: Depth = Depth.WH
     events, scored = (run.events(last=LOOKED_AT), run.scores.read(1)) if is_whole else ((), ())
     brief, upcoming, newest = row(look), _upcoming(look), look.newest
     is_sync, is_running = _is_sync(look.facts), brief["state"] == "running"
-    speed, goal = _speed(look), newest and newest.total_tokens
     seen = {
         **brief,
-        "tokens_per_s": look.on_top.get("tokens_per_s", speed) if is_running else None,
-        "tokens_goal": look.on_top.get("tokens_goal", goal),
+        "tokens_per_s": look.on_top.get("tokens_per_s", _speed(look)) if is_running else None,
+        "tokens_goal": look.on_top.get("tokens_goal", newest and newest.total_tokens),
         "path": str(run.path),
         "mode": look.facts.control.mode,
         "detail": look.record.get("detail", "") if brief["state"] == "failed" else "",
