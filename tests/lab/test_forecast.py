@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import shown_costs
 from elastic.base import config as configuration
 from elastic.base.errors import UsageError
 from elastic.lab import trace
@@ -270,14 +271,14 @@ def test_a_run_on_a_part_of_a_node_is_forecast_too():
     assert found["recommended"]["max"] == 2
 
 
-def test_costs_are_those_of_the_configuration_unless_a_run_has_shown_others():
+def test_costs_are_those_of_the_configuration_and_the_model():
     config = run_of(plan__startup="90s", plan__flops=1e14, elastic__max=4)
     model = estimate.Model(10**9, 10**9, 10, 10**8, 10**8, 1024)
-    found = costs(config, model, {"pull_s": 3.0})
-    assert (found.startup_s, found.pull_s, found.deliver_s > 0) == (90, 3.0, True)
+    found = costs(config, model)
+    assert (found.startup_s, found.pull_s > 0, found.deliver_s > 0) == (90, True, True)
     assert found.step_s == pytest.approx(6 * 1e9 * 32 * 1024 / 1e14)
     assert found.save_s == pytest.approx(12e9 / (20 * 2**30))
-    assert costs(run_of(plan__step="2s"), None, {}).step_s == 2
+    assert costs(run_of(plan__step="2s"), None).step_s == 2
 
 
 def test_a_trace_has_the_nodes_of_its_file():
@@ -356,7 +357,7 @@ def test_the_command_says_what_it_lacks(tmp_path):
     answer = elastic("plan", config, "--trace", AWS, env=environment(tmp_path))
     assert answer.returncode == 2
     assert "how long a step takes cannot be known" in answer.stderr
-    assert "--measured RUN" in answer.stderr
+    assert "--set plan.step=SECONDS" in answer.stderr
     known = elastic("plan", config, "--trace", AWS, "--set", "plan.step=1s", "--json",
                     env=environment(tmp_path))  # fmt: skip
     assert known.returncode == 0
@@ -381,6 +382,6 @@ def test_no_cost_that_a_run_has_shown_is_negative(run, monkeypatch):
     that seemed to leave before its last step was played for ever."""
     job = Allocation(1, 0.0, 9.0, 20.0, "yielded", ((9.0, (0, 1)),), notice=20.5)
     work = Work((0, 1), 8.5, 21.5, 40, 0.0)
-    monkeypatch.setattr(trace.goodput, "allocations", lambda *_: [job])
-    monkeypatch.setattr(trace.goodput, "work_in", lambda *_: [work])
-    assert trace.measured(run) == {"startup_s": 0.0, "leave_s": 0.0}
+    monkeypatch.setattr(shown_costs.goodput, "allocations", lambda *_: [job])
+    monkeypatch.setattr(shown_costs.goodput, "work_in", lambda *_: [work])
+    assert shown_costs.measured(run) == {"startup_s": 0.0, "leave_s": 0.0}

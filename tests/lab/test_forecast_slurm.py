@@ -12,14 +12,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
+import shown_costs
 from elastic.base import config as configuration
-from elastic.lab import trace
 from elastic.lab.forecast import Way, costs, ways_of
 from elastic.lab.played import Change, Costs, Nodes
 from elastic.lab.sandbox import Sandbox
@@ -109,9 +110,9 @@ class Stage:
         self._takers[node] = taker.strip()
 
     def forecast(self, mode: str, shown: dict[str, float]) -> Way:
-        config, startup_s = self.run.config(), trace.measured(self.run)["startup_s"]
+        config, startup_s = self.run.config(), shown_costs.measured(self.run)["startup_s"]
         print(f"start-up: {shown['startup_s']:.1f} s at first, {startup_s:.1f} s in all")
-        found = costs(config, None, shown | {"startup_s": startup_s})
+        found = replace(costs(config, None), **shown | {"startup_s": startup_s})
         return self.of(mode, config, found)
 
     def of(self, mode: str, config, price: Costs) -> Way:
@@ -142,7 +143,7 @@ def local(stage: Stage) -> None:
     stage.play((5, "n2"), (10, "n3"), (15, "n4"), (28, "n2"), (34, "n2"), (40, "n3 n4"), (46, "n3"))
     stage.play((60, ""))
     measured = stage.measured()
-    comes_out_as(stage.forecast("local", trace.measured(stage.run)), measured)
+    comes_out_as(stage.forecast("local", shown_costs.measured(stage.run)), measured)
     its_own_record_makes_the_same_forecast(stage, measured)
 
 
@@ -162,7 +163,7 @@ def sync(stage: Stage) -> None:
     stage.begin(NODES[:2])
     stage.cluster.submit(1, 2, **SYNC)
     stage.play((40, ""))
-    shown = trace.measured(stage.run)
+    shown = shown_costs.measured(stage.run)
     stage.play((40, "n2"), (130, ""))
     comes_out_as(stage.forecast("sync", shown), stage.measured())
 
@@ -228,7 +229,7 @@ def requeue(stage: Stage) -> None:
     settings = ["run.scheduler=local", "elastic.min=2", "elastic.max=2", "plan.requeue=12s",
                 f"plan.notice={GRACE_S}", f"checkpoint.interval={SAVE_EVERY} steps"]  # fmt: skip
     config = configuration.load(ROOT / "etc/demo.toml", settings, Path(os.devnull))
-    predicted = stage.of("requeue", config, costs(config, None, shown))
+    predicted = stage.of("requeue", config, replace(costs(config, None), **shown))
     assert predicted["gpus"] == [2, 2]
     comes_out_as(predicted, plain.measured(shown["step_s"]))
 

@@ -34,15 +34,13 @@ def demo(slurm: bool):
     os.execv(program, [program, *["--slurm"] * slurm])
 
 
-@command("plan 7b.toml --trace spot.csv", "plan 7b.toml --trace old-run --measured old-run")
+@command("plan 7b.toml --trace spot.csv", "plan 7b.toml --trace old-run --set plan.step=4s")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--trace", "source", required=True, metavar="FILE|RUN",
               help="When nodes came and went: a CSV file or a run.")
-@click.option("--measured", metavar="RUN", help="Take costs from what this run has shown.")
 @shared.overrides_option
 @shared.json_option
-def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, ...],
-         as_json: bool):  # fmt: skip
+def plan(config: Path, source: str, overrides: tuple[str, ...], as_json: bool):
     """Forecast how CONFIG would fare with preemptions.
 
     Plays a trace to plain --requeue, sync mode and local mode, and says which
@@ -53,7 +51,7 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
     from elastic.people import views
 
     with views.busy("playing the trace"):
-        found = advise(config, overrides, source, measured, warn)
+        found = advise(config, overrides, source, warn)
     show(as_json, found, views.plan_view)
 
 

@@ -20,7 +20,6 @@ steps and deliveries cost, not by what its workers have shown. Only steps count 
 training: a delta on its way counts as waiting here, and as training in a run's own ledger.
 """
 
-from collections.abc import Mapping
 from dataclasses import fields
 from operator import itemgetter
 from typing import Any
@@ -39,12 +38,11 @@ MOST_ROUNDS = 50_000  # so many can be played
 Way = dict[str, Any]  # what a way to train makes of a trace, as --json has it
 
 
-def costs(config, model: estimate.Model | None, shown: Mapping[str, float]) -> Costs:
-    """The costs of a run by its configuration and size. Costs that a run has `shown` are
-    taken instead."""
+def costs(config, model: estimate.Model | None) -> Costs:
+    """The costs of a run by its configuration and size."""
     plan, names = config.plan, (field.name for field in fields(Costs))
     stated = {name: getattr(plan, name) for name in names if hasattr(plan, name)}
-    return Costs(**stated | (_by_size(config, model) if model else {}) | dict(shown))
+    return Costs(**stated | (_by_size(config, model) if model else {}))
 
 
 def _by_size(config, model: estimate.Model) -> dict[str, float]:
@@ -121,7 +119,7 @@ def _check(end: float, config, costs: Costs) -> None:
     round_s = config.local_sgd.inner_steps * costs.step_s + costs.deliver_s + costs.average_s
     if end > MOST_ROUNDS * round_s:
         what = f"a round of {round_s:.2g} s is too short to play {end:.0f} s of them"
-        raise UsageError(what, "give --set plan.step=SECONDS, or --measured RUN")
+        raise UsageError(what, "give --set plan.step=SECONDS")
 
 
 def _choose(requeued: Way, sync: Way, local: Way) -> tuple[Way, str]:

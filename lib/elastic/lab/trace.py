@@ -1,14 +1,12 @@
-"""What `elastic plan` does: traces of preemptions, from files and runs, and what a run's
-own record says that things cost.
+"""What `elastic plan` does: traces of preemptions, from files and runs, and what each way to
+train would make of them.
 
 A trace file has lines `milliseconds,add|remove,node`. A run's jobs make one, too: a job's
 GPUs are there from its start to its notice or its end, unless it had nothing left to do.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
 
 from elastic.base.config import load
 from elastic.base.errors import UsageError
@@ -17,31 +15,27 @@ from elastic.lab.played import Change
 from elastic.people import submission
 from elastic.run import goodput, rundir
 from elastic.run.goodput import Allocation
-from elastic.run.records import WANTED, Outcome
-from elastic.run.rundir import RunDir
+from elastic.run.records import WANTED
 
 MOST_MS = 366 * 86400 * 1000
 LINE = "a line is MILLISECONDS,add|remove,NODE"
 
 
-def advise(path: Path, overrides: Sequence[str], source: str, run: str | None,
+def advise(path: Path, overrides: Sequence[str], source: str,
            say: Callable[[str], object]) -> dict:  # fmt: skip
-    """The forecast of a run for a trace, at the costs that `run` has shown. What is not
-    known is said. UsageError: a step's time is not known."""
+    """The forecast of a run for a trace; `say` is told what is not known. UsageError if the
+    time of a step is not known."""
     overrides = ("slurm.partition=any", *overrides)  # nothing is submitted
     config = load(path, overrides)
     per_node = max(config.slurm.gpus_per_worker, config.slurm.gpus_per_node)
     changes, end = read(source, per_node)
-    shown = measured(rundir.find(run)) if run else {}
-    shown = {name: cost_s for name, cost_s in shown.items()
-             if config.origin(f"plan.{name[:-2]}") != "command line"}  # fmt: skip
     model, reason = None, "only run.command knows the model"
     if not config.run.command:
         model, reason = submission.described(path, overrides)
-    price = costs(config, model, shown)
+    price = costs(config, model)
     if not price.step_s:
         raise UsageError(f"how long a step takes cannot be known: {reason}",
-                         "give --set plan.step=SECONDS, or --measured RUN")  # fmt: skip
+                         "give --set plan.step=SECONDS")  # fmt: skip
     if not model:
         say(f"saves and deltas are taken to cost no time: {reason}")
     return forecast(changes, end, config, price)
@@ -96,41 +90,3 @@ def _of_jobs(jobs: Iterable[Allocation], began: float, gpus: int) -> Iterator[Ch
             yield Change(max(0.0, job.start - began), f"{slot}.{part}", gpus)
             if job.outcome and job.outcome not in WANTED:
                 yield Change((job.notice or job.end) - began, f"{slot}.{part}", 0)
-
-
-# ---- what a run has shown
-
-
-def measured(run: RunDir) -> dict[str, float]:
-    """Costs, by their names in played.Costs: means of what the run has done so far. For the
-    pauses between rounds it is the median, because in some a worker waited for others."""
-    config, events = run.config(), run.events()
-    now = events[-1]["time"] if events else 0.0
-    jobs = goodput.allocations(events, run.jobs.endings(), config.slurm.gpus_per_worker, now)
-    commits, metrics = list(run.commits.all()), run.lines("metrics.jsonl")
-    works = goodput.by_attempt(goodput.work_in(commits, metrics))
-    gaps_s = [after.start - before.stop for work in works.values()
-              for before, after in pairwise(work)]  # fmt: skip
-    firsts = [(job.start, works[job.attempts[0][1]]) for job in jobs
-              if job.attempts and job.attempts[0][1] in works]  # fmt: skip
-    deltas = [delta for commit in commits for delta in commit.deltas if delta.delivered]
-    samples = {
-        "startup_s": [work[0].start - start for start, work in firsts],
-        "leave_s": [job.end - max([job.notice, *_stops(job, works)]) for job in jobs
-                    if job.notice and job.outcome == Outcome.YIELDED],
-        "step_s": [delta.seconds / delta.steps for delta in deltas if delta.steps and delta.seconds]
-                  or [line["seconds"] * line["world"] / config.elastic.max for line in metrics],
-    }  # fmt: skip
-    # Slurm tells whole seconds, and clocks of nodes differ: a mean may come out negative.
-    shown = {name: max(0.0, fmean(values)) for name, values in samples.items() if values}
-    if deltas and gaps_s:  # a pause holds all four parts: it counts as the pull alone
-        shown |= dict.fromkeys(("deliver_s", "deliver_alone_s", "average_s"), 0.0)
-        shown |= {"pull_s": max(0.0, median(gaps_s))}
-    if deltas:
-        steps, tokens = sum(d.steps for d in deltas), sum(d.tokens for d in deltas)
-        shown["total_steps"] = commits[-1].total_tokens * steps / tokens
-    return shown
-
-
-def _stops(job: Allocation, works: Mapping) -> list[float]:
-    return [work.stop for _, attempt in job.attempts for work in works.get(attempt, ())]
