@@ -27,7 +27,7 @@ from elastic.jobs import cadence
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Shuffle
 from elastic.run.sound import SCORES
-from elastic.saved.checkpoint import Checkpoints, read_params
+from elastic.saved.checkpoint import Checkpoints, find_newest, read_params
 from elastic.saved.layout import Layout
 from elastic.saved.replica import shapes
 from elastic.sync.batches import Batches
@@ -501,7 +501,7 @@ def test_a_validation_that_a_notice_ends_leaves_no_other_parameters(tmp_path, un
         job = run.jobs()["trainer", 0]
         run.scheduler.preempt(job.job_id)
         assert run.ended(job.job_id)["outcome"] == "yielded"
-        saved, _ = Checkpoints(run.run, Group(), "reader").newest()
+        saved, _, _ = find_newest(run.run, Group())
         (tensors,) = Layout.of(shapes(Net()), math.inf).fragments
         held = read_params(run.run, saved, tensors)
         lines = finish(run)

@@ -16,7 +16,7 @@ from elastic.run.claims import FOLDER, numbers
 from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
 from elastic.saved import versions
-from elastic.saved.checkpoint import Checkpoints, Saved, read_params, reader_of
+from elastic.saved.checkpoint import Saved, find_newest, read_params, reader_of
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.train.device import seed
@@ -30,7 +30,7 @@ def evaluate(run: RunDir, version: int | None = None) -> dict:
     _refuse_program(run.config())
     commit = run.commits.newest() if version is None else run.commits.of(version)
     if version is None:
-        saved, _ = Checkpoints(run, Group(), "reader").newest(commit.version if commit else 0)
+        saved, _, _ = find_newest(run, Group(), commit.version if commit else 0)
         if saved:
             return {"step": saved.step, **of_checkpoint(run, saved)}
     if commit is None:

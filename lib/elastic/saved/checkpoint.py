@@ -42,12 +42,14 @@ from elastic.saved.layout import Tensor
 from elastic.train.group import Group, is_sharded, own_part
 from elastic.train.inner_optimizer import keep_types
 
-# Of a write: filesystems get stuck, and hangs are found elsewhere.
+# A filesystem may be stuck for so long in a write; hangs are found elsewhere.
 SLOWEST = timedelta(days=1)
 EXTRA = "extra.json"
 # In names of torch's modules that hold another one; DCP leaves them out.
 _WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 BEGUN = r"step-(\d{8,})(?:\.json)?"  # a step of which there is a record or a folder
+# What DCP says of one rank without a group.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,9 @@ class Checkpoints:
         self._run, self._group, self._writer, self._keep = run, group, writer, keep
         self._flight: _Flight | None = None
         self._skipped: set[int] = set()
-        # Where there is one rank DCP finds no group, and needs none.
+        # With one rank DCP finds no group, and needs none.
         ranks = dist.new_group(backend="gloo", timeout=SLOWEST) if group.world > 1 else None
         self._how = {"process_group": ranks}
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
     def save(self, step: int, model, optimizer, extra: dict) -> None:
         """Write and commit a checkpoint, unless this step has one.
@@ -127,18 +128,18 @@ class Checkpoints:
 
     @property
     def writing_s(self) -> float:
-        """For how long one is being written; 0: none is."""
+        """For how many seconds a checkpoint is being written by now; 0: none is."""
         return time.monotonic() - self._flight.since if self._flight else 0.0
 
     @property
     def needs_s(self) -> float:
-        """How long a save would take from now:
-        what is being written has to be finished first."""
+        """How many seconds a save would take from now; what is being written has to be
+        finished first."""
         rest_s = self.save_s - self.writing_s if self._flight else 0.0
         return self.save_s + max(0.0, rest_s)
 
     def poll(self) -> bool:
-        """True once what began is committed. Raises like save()."""
+        """Has what began been committed, by this call? Raises like save()."""
         flight = self._flight
         if flight is None or not self._group.broadcast(flight.future.done()):
             return False
@@ -154,12 +155,16 @@ class Checkpoints:
         return flight.step
 
     def load(self, model, optimizer, base: int = 0) -> tuple[Saved | None, list[str]]:
-        """Load the `newest` checkpoint, if any; why each newer one was skipped. What dead
-        writers have left goes: it may be all the room there was.
+        """Load the newest checkpoint on top of version `base`, if any; why each newer one
+        was skipped. Drafts that dead writers have left are removed: they may have taken all
+        the room there was.
 
-        ElasticError if it is whole and does not fit the model.
+        ElasticError if the checkpoint is whole and does not fit the model.
         """
-        saved, reasons = self.newest(base)
+        with contextlib.suppress(OSError, ElasticError):
+            self.finish()
+        saved, reasons, damaged = find_newest(self._run, self._group, base)
+        self._skipped |= damaged
         if self._group.leads:
             with contextlib.suppress(OSError, TryAgain):
                 _drop_drafts(self._run, sys.maxsize)
@@ -167,37 +172,13 @@ class Checkpoints:
             self._restore(saved, model, optimizer)
         return saved, reasons
 
-    def newest(self, base: int = 0) -> tuple[Saved | None, list[str]]:
-        """The newest checkpoint on top of version `base` that verifies, if any; why each
-        newer one was skipped. TryAgain if there is none but one that cannot be read
-        now."""
-        with contextlib.suppress(OSError, ElasticError):
-            self.finish()
-        reasons = []
-        silent: TryAgain | None = None
-        for step, record, reason in self._group.decide(lambda: self._on_top_of(base)):
-            saved = restored(Saved, record) if record else None
-            try:
-                reason = reason or self._damage(saved)
-            except TryAgain as silence:  # for minutes; it may be sound, and stays
-                silent = silence
-                reasons.append(f"step {step}: {silence.what}")
-                continue
-            if not reason:
-                return saved, reasons
-            reasons.append(f"step {step}: {reason}")
-            self._skipped.add(step)
-        if silent:
-            raise silent
-        return None, reasons
-
     # ---- writing
 
     def _open(self, step: int, extra: dict) -> _Flight | None:
         """A draft, for all ranks at the same time; None if the step is committed."""
         since = time.monotonic()
         draft = Draft(_final_path(self._run, step), _record_path(self._run, step), self._writer)
-        if self._group.decide(lambda: self._has(step, draft)):
+        if not self._group.decide(lambda: self._draft_unless_committed(step, draft)):
             return None
         commit = functools.partial(self._commit, draft, step, extra)
         return _Flight(step, storage.Writer(draft, commit), since)
@@ -207,13 +188,14 @@ class Checkpoints:
         planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         return {"storage_writer": flight.writer, "planner": planner, **self._how}
 
-    def _has(self, step: int, draft: Draft) -> bool:
-        """Rank 0: is the step committed? If not, make its draft."""
-        committed = durable.exists(draft.record) and step not in self._skipped
-        if not committed:
-            draft.discard()
-            durable.make_folder(draft.folder)
-        return committed
+    def _draft_unless_committed(self, step: int, draft: Draft) -> bool:
+        """Rank 0: make the folder of the draft. False, and nothing is made, if the step is
+        committed already."""
+        if durable.exists(draft.record) and step not in self._skipped:
+            return False
+        draft.discard()
+        durable.make_folder(draft.folder)
+        return True
 
     def _commit(self, draft: Draft, step: int, extra: dict, files: list[dict]) -> None:
         """Rank 0: link the record. Another writer of this step may have been first:
@@ -253,38 +235,6 @@ class Checkpoints:
 
     # ---- reading
 
-    def _damage(self, saved: Saved) -> str:
-        """What is wrong with a file of it, else "". The ranks share the work. TryAgain, on
-        all of them, where the filesystem does not say."""
-        if saved is None:
-            raise TryAgain("its record cannot be read now")
-        own = saved.files[self._group.rank :: self._group.world]
-        of_all = self._group.all_do(lambda: self._patiently(_damage, self._run, saved, own))
-        return next(filter(None, of_all), "")
-
-    def _patiently(self, action: Callable, *args):
-        return patiently(action, *args, for_s=self._group.patience_s)
-
-    def _on_top_of(self, base: int) -> list[tuple[int, dict | None, str]]:
-        """The checkpoints on top of version `base`, and those that do not say, newest
-        first: the step, the record, and what is wrong with that (neither: it cannot be
-        read now). A version 0 is what sync mode begins with, be it written down or
-        not."""
-        candidates, read = [], functools.partial(self._patiently, _read)
-        for step in self._patiently(steps, self._run, BEGUN):
-            try:
-                saved, reason = read(self._run, step)
-            except TryAgain:
-                saved, reason = None, ""
-            if saved is None:
-                candidates.append((step, None, reason))
-            elif saved.extra.get("base_version", 0) == base:
-                with contextlib.suppress(OSError, TryAgain):  # then it is read where it is
-                    settle(_final_path(self._run, step), saved.writer)
-                candidates.append((step, asdict(saved), ""))
-                read = _read  # it is not needed, if all goes well
-        return candidates
-
     def _restore(self, saved: Saved, model, optimizer) -> None:
         optimizer.zero_grad()
         optimizer.state.clear()
@@ -308,6 +258,59 @@ class Checkpoints:
         params = {_WRAPPER.sub("", name): param for name, param in model.named_parameters()}
         for name, values in saved_state.items():
             keep_types(optimizer.state[params[name]], values)
+
+
+def find_newest(run: RunDir, group: Group, base: int = 0) -> tuple[Saved | None, list, set]:
+    """The newest checkpoint on top of version `base` that verifies, if any; why each newer
+    one was skipped; the steps of those that are damaged. All ranks of the group call it
+    alike. TryAgain if there is none but one that cannot be read now."""
+    reasons, damaged = [], set()
+    silent: TryAgain | None = None
+    for step, record, reason in group.decide(lambda: _on_top_of(run, base, group.patience_s)):
+        saved = restored(Saved, record) if record else None
+        try:
+            reason = reason or _damage_by_all(run, group, saved)
+        except TryAgain as silence:  # for minutes; it may be sound, and stays
+            silent = silence
+            reasons.append(f"step {step}: {silence.what}")
+            continue
+        if not reason:
+            return saved, reasons, damaged
+        reasons.append(f"step {step}: {reason}")
+        damaged.add(step)
+    if silent:
+        raise silent
+    return None, reasons, damaged
+
+
+def _on_top_of(run: RunDir, base: int, for_s: float) -> list[tuple[int, dict | None, str]]:
+    """The checkpoints on top of version `base`, and those that do not say, newest first:
+    the step, the record, and what is wrong with that (neither: it cannot be read within
+    `for_s`). Sync mode begins with version 0 whether that is written down or not."""
+    candidates, read = [], functools.partial(patiently, _read, for_s=for_s)
+    for step in patiently(steps, run, BEGUN, for_s=for_s):
+        try:
+            saved, reason = read(run, step)
+        except TryAgain:
+            saved, reason = None, ""
+        if saved is None:
+            candidates.append((step, None, reason))
+        elif saved.extra.get("base_version", 0) == base:
+            with contextlib.suppress(OSError, TryAgain):  # then it is read where it is
+                settle(_final_path(run, step), saved.writer)
+            candidates.append((step, asdict(saved), ""))
+            read = _read  # an older one is not needed, if all goes well: no patience
+    return candidates
+
+
+def _damage_by_all(run: RunDir, group: Group, saved: Saved | None) -> str:
+    """What is wrong with a file of the checkpoint, else "". The ranks share the work.
+    TryAgain, on all of them, if the filesystem does not say."""
+    if saved is None:
+        raise TryAgain("its record cannot be read now")
+    own = saved.files[group.rank :: group.world]
+    look = functools.partial(patiently, _damage, run, saved, own, for_s=group.patience_s)
+    return next(filter(None, group.all_do(look)), "")
 
 
 def read_params(reader: storage.Reader, tensors: Sequence[Tensor]) -> torch.Tensor:
@@ -365,7 +368,7 @@ def _check_sharding(name: str, param: torch.Tensor, state: dict) -> None:
 
 
 def reader_of(run: RunDir, saved: Saved) -> storage.Reader:
-    """Of a checkpoint that came from `newest`."""
+    """The reader of a checkpoint that `find_newest` has found."""
     return storage.Reader(place(run.path / saved.path, saved.writer))
 
 
@@ -383,7 +386,7 @@ def steps(run: RunDir, kind: str = CHECKPOINT) -> list[int]:
 
 
 def size_bytes(run: RunDir, step: int) -> int:
-    """Of a committed checkpoint; 0 if there is none of this step."""
+    """The bytes of a committed checkpoint; 0 if there is none of this step."""
     record = durable.read_json(_record_path(run, step)) or {}
     return sum(entry["bytes"] for entry in record.get("files", ()))
 
@@ -397,8 +400,8 @@ def _damage(run: RunDir, saved: Saved, files: Sequence[dict]) -> str:
 
 
 def _read(run: RunDir, step: int) -> tuple[Saved | None, str]:
-    """A checkpoint by its record, if that can be relied on;
-    what is wrong with it, else "". TryAgain as above."""
+    """A checkpoint by its record, if that can be relied on; what is wrong with the record,
+    else "". TryAgain if the filesystem does not say."""
     path = _record_path(run, step)
     try:
         record = durable.read_json(path)
@@ -428,7 +431,7 @@ def _prune(run: RunDir, newest: int, keep: int, skipped: set[int]) -> None:
 
 
 def _drop_drafts(run: RunDir, newest: int) -> None:
-    """Of steps before `newest`: the drafts, and records on their way."""
+    """Remove the drafts of steps before `newest`, and records that were on their way."""
     for path in _folder(run).glob(".step-[0-9]*"):
         step = int(re.match(r"\.step-(\d+)", path.name)[1])
         saved, _ = _read(run, step)
