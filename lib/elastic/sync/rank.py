@@ -15,6 +15,7 @@ from elastic.base.units import NOTICE_MARGIN_S
 from elastic.jobs.slurm_info import kill_at
 from elastic.run.rundir import RunDir
 from elastic.train.group import Group
+from elastic.train.task import Interrupted
 
 CONTROL_S = 2.0  # between looks at what the user wants
 
@@ -80,6 +81,13 @@ class Wishes:
         mine = self.mine()
         sums = self._rank.group.sum(*(mine is wish for wish in Wish), *numbers)
         return max(wish for wish in Wish if sums[wish]), sums[len(Wish) :]
+
+    def interrupt(self) -> None:
+        """Raise Interrupted, on all ranks, if any of them wants to stop: each of them has to
+        call."""
+        wish, _ = self.of_all()
+        if wish != Wish.GO_ON:
+            raise Interrupted(wish)
 
     def left_s(self, needed_s: float) -> float:
         """Seconds until the kill, less a margin for the last words. Slurm knows what the

@@ -43,15 +43,7 @@ from elastic.saved.checkpoint import Saved, steps
 from elastic.sync.batches import Batch, Batches
 from elastic.sync.rank import Rank, Wish, Wishes
 from elastic.sync.saving import Saving, State
-from elastic.train.device import (
-    build_model,
-    join,
-    leave,
-    precision,
-    seed_by,
-    set_initial_values,
-    to_device,
-)
+from elastic.train import device
 from elastic.train.group import Group, clip_gradients
 from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, require_gpu
 from elastic.train.inner_optimizer import InnerOptimizer, Probe
@@ -117,7 +109,7 @@ class Trainer:
         """Step by step, until that is wanted no more (GO_ON: there is nothing left to
         train)."""
         timeout_s = self.rank.config.health.hang_timeout_s
-        with HangDetector(timeout_s, functools.partial(leave, Exit.ERROR)) as hangs:
+        with HangDetector(timeout_s, functools.partial(device.leave, Exit.ERROR)) as hangs:
             wish = self._validate_if_due(hangs)  # one that a notice broke off
             while wish == Wish.GO_ON and not self._budget_is_spent():
                 if (batch := self.batches.next()) is None:
@@ -160,7 +152,7 @@ class Trainer:
             read = functools.partial(handover.to_sync, rank.run, version, self.learner.model)
             rank.group.all_do(lambda: patiently(read, for_s=rank.group.patience_s))
         elif not saved:
-            set_initial_values(self.learner.task, self.learner.model)
+            device.set_initial_values(self.learner.task, self.learner.model)
         at = "" if saved else f"version {version}" if version else "the beginning"
         where = at or f"step {self.state.step} from {saved.path.name}"
         self.probe.placed(self.state.step)
@@ -206,7 +198,7 @@ class Trainer:
             losses, tokens = learner.backward(self._unless_told(batch.passes), expected)
         except Interrupted as interruption:  # what has begun of the batch comes again
             learner.optimizer.zero_grad(set_to_none=True)
-            return interruption.args[0]
+            return interruption.wish
         agreed = self._agree(losses, tokens)
         self._pass_s = (time.monotonic() - began) / self._passes  # the GPUs are done with them
         if agreed.wish == Wish.FENCED:
@@ -226,12 +218,11 @@ class Trainer:
         return agreed.wish
 
     def _unless_told(self, passes: Iterable) -> Iterator:
-        """The ranks agree between the passes of a long step, too: it may take longer than a
-        notice."""
+        """The passes of a step. Between them, too, the ranks agree on whether to stop: a long
+        step may take longer than a notice leaves."""
         for self._passes, each in enumerate(passes, 1):
-            is_time = self._passes > 1 and (self._passes - 1) % self._agree_every == 0
-            if is_time and (wish := self.wishes.of_all()[0]) != Wish.GO_ON:
-                raise Interrupted(wish)
+            if self._passes > 1 and (self._passes - 1) % self._agree_every == 0:
+                self.wishes.interrupt()
             yield each
 
     def _prepare_step(self) -> None:
@@ -241,7 +232,7 @@ class Trainer:
         total = self.batches.total_tokens(state.tokens)
         rate = learning_rate(state.tokens, total, train) * self._ramp()
         self.learner.rates.set_rates(rate / train.learning_rate)
-        seed_by(f"{self.rank.config.run.seed}/{state.step}/{self.rank.group.rank}")
+        device.seed_by(f"{self.rank.config.run.seed}/{state.step}/{self.rank.group.rank}")
 
     def _ramp(self) -> float:
         """Below 1 for the first steps on top of a version: the optimizer knows nothing
@@ -305,11 +296,8 @@ class Trainer:
             "world": self.rank.group.world, "attempt": self.rank.attempt,
             "seconds": round(seconds, 4),
         }  # fmt: skip
-        more = {
-            "cadence": self.saving.words,
-            "total_tokens": self.batches.total_tokens(state.tokens),
-            "base_version": state.base_version,
-        }  # fmt: skip
+        more = {"cadence": self.saving.words, "base_version": state.base_version,
+                "total_tokens": self.batches.total_tokens(state.tokens)}  # fmt: skip
         self.log.write(line, more)
 
     def _check_health(self) -> None:
@@ -335,10 +323,8 @@ class Trainer:
             return Wish.GO_ON
 
         def before_pass() -> None:
-            wish, _ = self.wishes.of_all()
+            self.wishes.interrupt()
             hangs.tick()
-            if wish != Wish.GO_ON:
-                raise Interrupted(wish)
 
         # After a notice nobody knows what parameters validate() has left in the model.
         self.saving.begin(state, True)
@@ -347,7 +333,7 @@ class Trainer:
             with self.learner.autocast():
                 measured = score(task, self.learner.model, before_pass)
         except Interrupted as interruption:
-            return interruption.args[0]
+            return interruption.wish
         state.validated_step = state.step
         if self.rank.group.leads:
             self.rank.run.scores.add(state.tokens, measured, step=state.step)
@@ -360,10 +346,10 @@ class Learner:
 
     def __init__(self, task, config: Config, group: Group):
         self.task, self._group, self._train = task, group, config.train
-        self.model = build_model(task, config, group.device, group)
+        self.model = device.build_model(task, config, group.device, group)
         self.optimizer = optimizer_of(task, self.model, self._train)
         self.rates = InnerOptimizer(self.optimizer, sets_rates=True)
-        self.autocast = precision(self._train.precision, group.device)
+        self.autocast = device.precision(self._train.precision, group.device)
 
     def backward(self, passes: Iterator, expected: int) -> tuple[torch.Tensor, int]:
         """Gradients of the mean over a batch, if it has the `expected` tokens (else
@@ -372,12 +358,12 @@ class Learner:
 
         FSDP takes the mean over ranks, hence the factor `world`.
         """
-        device = self._group.device
-        losses, tokens = torch.zeros(2, dtype=torch.float64, device=device), 0
+        place = self._group.device
+        losses, tokens = torch.zeros(2, dtype=torch.float64, device=place), 0
         for counts, data in passes:
             count = count_tokens(self.task, data) if counts else 0
             with self.autocast():
-                loss = self.task.loss(self.model, to_device(data, device))
+                loss = self.task.loss(self.model, device.to_device(data, place))
             (loss * (self._group.world * count / expected)).backward()
             told = count * torch.stack([loss.detach().double().sum(), losses.new_ones(())])
             losses += told.where(loss.isfinite(), 0.0)
@@ -433,6 +419,6 @@ def run(notice: Notice) -> int:
     run_dir = RunDir(Path(sys.argv[1]))
     config = run_dir.config()
     number, world = int(env("RANK", "0")), int(env("WORLD_SIZE", "1"))
-    group = join(config, number, world, config.health.hang_timeout_s)
+    group = device.join(config, number, world, config.health.hang_timeout_s)
     attempt, job_id = int(env("ELASTIC_ATTEMPT", "1")), env("ELASTIC_JOB_ID", "")
     return Trainer(Rank(run_dir, config, group, attempt, job_id), notice).main()

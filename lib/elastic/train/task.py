@@ -105,8 +105,11 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 
 class Interrupted(BaseException):  # that no program takes for its own
-    """Out of a validation, or of a step, by a notice; in sync mode the wish of the ranks is
-    its argument."""
+    """Ends a validation, or a step, at a notice. `wish`: what the ranks of a synchronous job
+    want to do now; 0 in local mode."""
+
+    def __init__(self, wish: int = 0):
+        self.wish = wish
 
 
 def score(
