@@ -35,6 +35,12 @@ def norm(delta: torch.Tensor) -> float:
     return torch.linalg.vector_norm(delta).item()
 
 
+def length_squared(norm: float, has_buffers: bool) -> float:
+    """What a fragment with this norm adds to the square of a delta's length. Buffers add
+    nothing, but those that are not finite make it nan: 0 times inf."""
+    return 0.0 * norm**2 if has_buffers else norm**2
+
+
 def mean_delta(
     params: torch.Tensor, terms: Iterable[Term], reanchor: float, mean: torch.Tensor
 ) -> torch.Tensor:

@@ -80,10 +80,9 @@ class Averager:
         """Read a delta once: are its bytes whole, is it finite, and how long is it?"""
 
         def square(index: int) -> float:
-            norms = [merge.norm(tile) for _, tile in self.read(header, index)]
-            total = sum(norm**2 for norm in norms)
-            # The length of buffers does not count. 0 · inf is no number: they have to be finite.
-            return 0.0 * total if self.layout.has_buffers(index) else total
+            has_buffers = self.layout.has_buffers(index)
+            norms = (merge.norm(tile) for _, tile in self.read(header, index))
+            return sum(merge.length_squared(norm, has_buffers) for norm in norms)
 
         try:
             total = sum(self._all(square))

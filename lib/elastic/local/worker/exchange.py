@@ -19,7 +19,7 @@ from elastic.base.durable import patiently
 from elastic.run.records import Commit, Fragment
 from elastic.run.rundir import RunDir
 from elastic.saved.codec import CODECS, codec_of
-from elastic.saved.merge import norm
+from elastic.saved.merge import length_squared, norm
 from elastic.saved.replica import Replica
 from elastic.saved.versions import read_params
 from elastic.train.group import Group, drop_copies
@@ -49,7 +49,7 @@ class Exchange:
                 if not self._is_mine(index):
                     continue
                 has_buffers = self.replica.layout.has_buffers(index)
-                square += (not has_buffers) * norm(delta) ** 2  # 0 · inf is no number
+                square += length_squared(norm(delta), has_buffers)
                 if math.isfinite(square):
                     data = codec_of(has_buffers, self.codec).encode(delta)
                     self.beat()
