@@ -1,12 +1,12 @@
-"""A line to every node of a synchronous job, by which the kernel sees that a node is
-gone.
+"""A TCP connection (a line) to every node of a synchronous job, by which the kernel sees
+that a node is gone.
 
 A node that loses its power says nothing. The other ranks then wait as long as NCCL or
 Gloo do, ten minutes, and Slurm five. So sbatch/rank.sh, once on each node, opens a
-connection to the launcher and keeps it while the ranks live. Neither side says anything
-after the first word: TCP's keepalive probes are all that goes there, and one that stays
-without an answer for 40 s ends the line with a time-out. A line that is closed says
-nothing here: how ranks end, srun says.
+connection to the launcher and keeps it while the ranks live. Neither side sends anything
+after the first word but TCP's keepalive probes, and if they stay without an answer for
+40 s, the line ends with a time-out. A line that is closed means nothing here: srun says
+how ranks end.
 """
 
 import contextlib
@@ -28,11 +28,12 @@ class Keepalive:
         self._server.setblocking(False)
         self._password = secrets.token_hex(16)
         self.place = f"{address}:{self._server.getsockname()[1]}:{self._password}"
-        # With the node, once it has said its name.
+        # By connection, the node at its other end; "" until it has said its name.
         self._lines: dict[socket.socket, str] = {}
 
     def lost(self) -> str:
-        """A node that was there and is no more; "" if there is none. Never waits."""
+        """The name of a node that was there and is gone; "" if there is none. Never
+        waits."""
         with contextlib.suppress(OSError):  # nobody else calls
             while True:
                 self._lines[_kept_alive(self._server.accept()[0])] = ""
@@ -44,8 +45,8 @@ class Keepalive:
         return ""
 
     def _hear(self, line: socket.socket) -> str | None:
-        """The name of a node whose line has timed out; lines that were closed are
-        dropped."""
+        """Read what a line has to say. Returns the name of its node if the line has timed
+        out, else None; a line that was closed is dropped."""
         try:
             password, _, node = line.recv(WORD_BYTES).decode(errors="replace").partition(" ")
         except BlockingIOError:
@@ -64,7 +65,7 @@ class Keepalive:
         return self._lines.pop(line)
 
     def close(self) -> None:
-        """End all lines, and with them what holds them on the nodes."""
+        """End all lines, and so the processes that hold them on the nodes."""
         for connection in (self._server, *self._lines):
             connection.close()
         self._lines.clear()
@@ -73,9 +74,7 @@ class Keepalive:
 def _kept_alive(line: socket.socket) -> socket.socket:
     line.setblocking(False)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, IDLE_S), (socket.TCP_KEEPINTVL, EVERY_S),
-        (socket.TCP_KEEPCNT, PROBES),
-    ):  # fmt: skip
-        line.setsockopt(socket.IPPROTO_TCP, option, value)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, EVERY_S)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
     return line
