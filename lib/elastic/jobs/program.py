@@ -1,5 +1,5 @@
-"""What the programs of all jobs do for their run: claim a number, say what happens, say
-the end.
+"""What the programs of all jobs do for their run: claim an attempt, say what happens, and
+say how they ended.
 
 A job's exit record says first that it has started, and last how it has ended; a job that
 leaves none was killed. Reconcile reads it, and the exit code where there is nothing else.
@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from typing import Protocol
 
 from elastic.base import proc
 from elastic.base.durable import patiently, until_written
@@ -28,35 +29,29 @@ SILENT_S = 600.0  # then the GPUs may go to a node whose filesystem answers
 ABORT_S = 0.5  # for a rank to print its stacks, between SIGABRT and SIGKILL
 
 
-@dataclass
-class Crashes:
-    """The crashes of a job's ranks, in a row: since it last got on."""
-
-    count: int = 0
-    error: str = ""  # that the ranks died of the last time; "": there was none, or it is not known
-
-    def add(self, error: str, has_progressed: bool) -> bool:
-        """Note one more. Did the ranks die of the same error as the time before?"""
-        is_same = bool(error) and error == self.error
-        self.count = 1 if has_progressed else self.count + 1
-        self.error = error
-        return is_same
-
-
 class Program:
-    """A job in the run directory: the newest attempt of its slot, once it has claimed
-    one."""
+    """A job as the run directory knows it. Once it has claimed an attempt, that is the
+    newest one of its slot."""
 
     def __init__(self, run: RunDir, role: str, slot: int = 0):
         self.run, self.role, self.slot, self.attempt = run, role, slot, 0
         self.job_id = env("ELASTIC_JOB_ID") or f"pid-{os.getpid()}"
+        self.crashes = 0  # of the ranks, since they last got on
+        self.failure = ""  # what they died of the last time; "": that is not known
 
     def claim(self, notice: Notice) -> None:
-        """A new attempt, which fences older ones."""
+        """Claim a new attempt, which fences older ones."""
         who = {"job_id": self.job_id, "node": node_name(), "pid": os.getpid(), "time": time.time()}
         claim = functools.partial(self.run.slots.claim, self.slot, who)
         self.attempt = until_written(claim, notice.__bool__)
         self.event("start", node=node_name())
+
+    def note_crash(self, error: str, has_progressed: bool) -> bool:
+        """Count a crash of the ranks. Did they die of the same error as the time before?"""
+        is_same = bool(error) and error == self.failure
+        self.crashes = 1 if has_progressed else self.crashes + 1
+        self.failure = error
+        return is_same
 
     @property
     def _who(self) -> dict:
@@ -66,7 +61,7 @@ class Program:
         self.run.event(kind, **self._who, job_id=self.job_id, **fields)
 
     def record(self, state: str, **fields) -> None:
-        """What becomes of the job: started | training | leaving | ended."""
+        """Write the job's record. `state`: started | training | leaving | ended."""
         record = {**self._who, "node": node_name(), "state": state, **fields}
         self.run.jobs.write_ending(self.job_id, record)
 
@@ -88,8 +83,8 @@ class Program:
         return {MARK: f"{self.run.path}:{self.job_id}.{self.attempt}.{rank}"}
 
     def family(self, *ranks: str) -> set[int]:
-        """All processes of these ranks (none: of all) on this node, also where a launcher
-        has started them in a session of their own, and has died."""
+        """All processes of these ranks (none given: of all ranks) on this node, also those
+        that a launcher of the user's has started in a session of their own, if it is dead."""
         mine = f"{self.job_id}.{self.attempt}."
         found = proc.families(MARK, self.run.path, job_id=env("SLURM_JOB_ID", "")).items()
         return set().union(*(pids for owner, pids in found if owner.startswith(mine)
@@ -101,11 +96,24 @@ class Program:
         return patiently(self.run.closing, mode, hurry=notice.__bool__, for_s=SILENT_S)
 
 
-def run_job(kind: Callable, run: RunDir, notice: Notice, *slot: int) -> int:
-    """The exit code of an agent, a launcher or a master (its `kind`), whose record says
-    how it ended, also if that was by an error."""
+class Job(Protocol):
+    """An agent, a launcher or a master."""
+
+    program: Program
+    notice: Notice
+
+    def main(self) -> int:
+        """Do all that the job is for, and `end` it; the exit code."""
+
+    def end(self, end: End) -> int:
+        """Say how the job ended, and clean up; the exit code."""
+
+
+def run_job(make: Callable[..., Job], run: RunDir, notice: Notice) -> int:
+    """Make a job, of `run` and `notice`, and do it; its exit code. Its record says how it
+    ended, after an error, too."""
     patiently(run.config, hurry=notice.__bool__, for_s=SILENT_S)
-    job = kind(run, *slot, notice)
+    job = make(run=run, notice=notice)
     try:
         return job.main()
     except Exception as error:
@@ -117,8 +125,7 @@ def run_job(kind: Callable, run: RunDir, notice: Notice, *slot: int) -> int:
 def start_rank(
     command: Sequence[str], extra: Mapping[str, str], folder: str | None, **options
 ) -> subprocess.Popen:
-    """A process that goes with this one; its stderr is a pipe."""
-    return subprocess.Popen(
-        command, env={**STACKS, **environment(), **extra}, cwd=folder, stdin=subprocess.DEVNULL,
-        stdout=sys.stdout, stderr=subprocess.PIPE, preexec_fn=die_with_parent, **options,
-    )  # fmt: skip
+    """Start a process that is killed when this one dies; its stderr is a pipe."""
+    return subprocess.Popen(command, env={**STACKS, **environment(), **extra}, cwd=folder,
+                            stdin=subprocess.DEVNULL, stdout=sys.stdout, stderr=subprocess.PIPE,
+                            preexec_fn=die_with_parent, **options)  # fmt: skip

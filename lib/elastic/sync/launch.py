@@ -39,7 +39,7 @@ from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import TRAINER
 from elastic.jobs.passes import Passes, reconcile_now
-from elastic.jobs.program import ABORT_S, Crashes, Program, run_job, start_rank
+from elastic.jobs.program import ABORT_S, Program, run_job, start_rank
 from elastic.jobs.slurm_info import get_slurm_info, log_job_info, notice_here, with_end_time
 from elastic.run import wording
 from elastic.run.records import WANTED, Outcome
@@ -73,7 +73,6 @@ class Launcher:
         self.program = Program(run, TRAINER)
         self.gpus = 0
         self._resume = Resume(run)
-        self._crashes = Crashes()
         self._passes: Passes | None = None
         self._follower: subprocess.Popen | None = None  # who passes when this has ended
         self._rendezvous: TextIO | None = None  # of the ranks
@@ -105,12 +104,9 @@ class Launcher:
         ranks = self._start()
         code = self._wait(ranks)
         closing, newest = self.program.closing("sync", self.notice), self.run.slots.latest(0)
-        fenced_by = newest if newest > self.program.attempt else 0
-        end = judge(
-            code=code, error=ranks.error_of(code), closing=closing, told=self._told,
-            notice=self.notice.signal_name, fenced_by=fenced_by,
-            is_own=bool(self.config.run.command),
-        )  # fmt: skip
+        end = judge(code=code, error=ranks.error_of(code), closing=closing, told=self._told,
+                    notice=self.notice.signal_name, is_own=bool(self.config.run.command),
+                    fenced_by=newest if newest > self.program.attempt else 0)  # fmt: skip
         if end.outcome == Outcome.DONE and not self.run.done():
             self.run.mark_done({"reason": "run.command has ended", "time": time.time()})
             self.run.event("done", reason="run.command has ended")
@@ -122,15 +118,15 @@ class Launcher:
         there."""
         failed = replace(end, outcome=Outcome.FAILED, detail=ranks.last_words())
         progressed, lost = self._resume.has_progressed(before), self._lost_nodes()
-        is_same = self._crashes.add(ranks.error, progressed)
+        is_same = self.program.note_crash(ranks.error, progressed)
         at_once = time.time() - ranks.began < AT_ONCE_S and not (progressed or lost)
         self._resume.older = self._resume.older + 1 if at_once else 0
         if lost:
             left = len(self._nodes)
             if not (nodes := self._fitting(self.config.slurm.gpus_per_node, left)):
                 return End(Outcome.YIELDED, f"only {left} nodes still answer")
-            self._nodes, self._crashes.count = self._nodes[:nodes], 0
-        if self._crashes.count > self.config.sync.crash_retries or self.notice:
+            self._nodes, self.program.crashes = self._nodes[:nodes], 0
+        if self.program.crashes > self.config.sync.crash_retries or self.notice:
             return failed
         begun = before or self.run.jobs.progress() or self.run.commits.newest_version() > 0
         if is_same and not begun:
@@ -204,8 +200,7 @@ class Launcher:
         node, a file that only this user can open. Returns the variables by which the ranks
         find it."""
         if len(self._nodes) > 1:
-            known_as = sched_slurm.node_address()
-            address = bind_address(self.config.sync.bind, known_as, "sync.bind")
+            address = bind_address(self.config.sync.bind, sched_slurm.node_address(), "sync.bind")
             self._keepalive = Keepalive(address)
             places = {"ELASTIC_RENDEZVOUS": "", "ELASTIC_KEEPALIVE": self._keepalive.place}
         else:
@@ -226,15 +221,13 @@ class Launcher:
     def _values(self, resume: str, gpus_per_node: int, meeting: dict[str, str]) -> dict[str, str]:
         """The values of the placeholders in run.command, which it also finds in its
         environment."""
-        return {
-            "resume": resume, "checkpoints": str(self._resume.folder),
-            "python": sys.executable, "run": str(self.run.path),
-            "attempt": str(self.program.attempt),
-            "mtbi_s": f"{cadence.observed_mtbi_s(self.run.jobs.endings()):.0f}",
-            "master_addr": meeting["MASTER_ADDR"], "master_port": meeting["MASTER_PORT"],
-            "nodes": str(len(self._nodes)), "gpus_per_node": str(gpus_per_node),
-            "gpus": str(self.gpus),
-        }  # fmt: skip
+        mtbi_s = cadence.observed_mtbi_s(self.run.jobs.endings())
+        return {"python": sys.executable, "run": str(self.run.path),
+                "attempt": str(self.program.attempt), "mtbi_s": f"{mtbi_s:.0f}",
+                "resume": resume, "checkpoints": str(self._resume.folder),
+                "master_addr": meeting["MASTER_ADDR"], "master_port": meeting["MASTER_PORT"],
+                "nodes": str(len(self._nodes)), "gpus": str(self.gpus),
+                "gpus_per_node": str(gpus_per_node)}  # fmt: skip
 
     def _start_ranks(self, command: list[str], per_node: int, shared: dict[str, str]) -> "Ranks":
         """In a process group of their own, so that a program's own children go with it."""
@@ -255,7 +248,7 @@ class Launcher:
     def _record(self) -> None:
         """Say that the job is at work, and on how many GPUs: a reconcile pass compares them
         with those that it might have."""
-        self.program.record("training", gpus=self.gpus, trouble=self._crashes.error)
+        self.program.record("training", gpus=self.gpus, trouble=self.program.failure)
 
     def _wait(self, ranks: "Ranks") -> int:
         """Until all have left, or one has crashed: the others cannot go on without it.
@@ -318,10 +311,9 @@ class Ranks:
     """The processes of one attempt, what they say on stderr, and whether they still live.
     In a Slurm job one `srun` stands for all of them."""
 
-    def __init__(
-        self, processes: list[subprocess.Popen], keepalive: Keepalive | None, limit_s: float,
-        resume: Resume, here: Callable[[], set[int]] = set,
-    ):  # fmt: skip
+    def __init__(self, processes: list[subprocess.Popen], keepalive: Keepalive | None,
+                 limit_s: float, resume: Resume,
+                 here: Callable[[], set[int]] = set):  # fmt: skip
         """`limit_s`: for how long they may neither say nor save anything; 0: for ever.
         `here`: all their processes, where Slurm does not keep them."""
         self.began, self.error = time.time(), ""  # what they died of, if that is known

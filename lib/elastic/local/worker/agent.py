@@ -15,6 +15,7 @@ the run has failed. No torch in this process: it must answer in milliseconds.
 """
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -36,7 +37,7 @@ from elastic.base.signals import KILL_WAIT_S, NOTICES, Notice, install
 from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run, name_of
 from elastic.jobs.history import WORKER
-from elastic.jobs.program import ABORT_S, Crashes, Program, run_job, start_rank
+from elastic.jobs.program import ABORT_S, Program, run_job, start_rank
 from elastic.jobs.slurm_info import notice_here
 from elastic.local.worker_store import WorkerStore
 from elastic.run import wording
@@ -216,7 +217,6 @@ class Agent:
         self.program = Program(run, WORKER, slot)
         self.lease = Lease(self.program)
         self._next_beat = 0.0
-        self._crashes = Crashes()
         self._steps = 0  # of this job's newest earlier attempt that took any
         self._has_told = False  # the notice has been passed on
         self._too_short = ""  # why a notice does not suffice to deliver
@@ -272,9 +272,9 @@ class Agent:
     def _after_crash(self, end: End, training: Training) -> End | None:
         """None: it is worth another attempt."""
         failed = replace(end, outcome=Outcome.FAILED, detail=training.last_words())
-        is_same = self._crashes.add(training.error, bool(training.report.get("delivered")))
+        is_same = self.program.note_crash(training.error, bool(training.report.get("delivered")))
         is_unfit = training.exit_code() == Exit.UNFIT_NODE  # here; not so elsewhere
-        if is_unfit or self._crashes.count > CRASHES_IN_PLACE or self.notice:
+        if is_unfit or self.program.crashes > CRASHES_IN_PLACE or self.notice:
             return failed
         if is_same and self.lease.has_nobody_trained():
             what = f"worker {self.program.slot} failed twice at its start: {end.reason}"
@@ -423,7 +423,7 @@ class Agent:
         report, program = training.report, self.program
         silent_s = time.monotonic() - training.heard
         trouble = report["trouble"] if report["state"] == "blocked" else ""
-        failure = "" if report["steps_total"] else self._crashes.error
+        failure = "" if report["steps_total"] else self.program.failure
         if report["state"] == "waiting" and silent_s > self.config.health.stall_after_s:
             report = report | {"state": "stalled"}
         return {
@@ -448,4 +448,5 @@ def _available(descriptor: int) -> bytes:
 
 if __name__ == "__main__":
     log_what_fits()
-    sys.exit(run_job(Agent, RunDir(Path(sys.argv[1])), install(), int(sys.argv[2])))
+    make = functools.partial(Agent, slot=int(sys.argv[2]))
+    sys.exit(run_job(make, RunDir(Path(sys.argv[1])), install()))
