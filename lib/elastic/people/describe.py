@@ -45,11 +45,10 @@ def measured(config, task) -> Model:
         raise ElasticError("the model has no parameters that are trained")
     chosen = CODECS[config.local_sgd.compression]
     sizes = list(map(chosen.size_bytes, layout.numels))
-    return Model(
-        numel=sum(layout.numels), delta_bytes=sum(sizes), fragments=len(sizes),
-        largest_numel=max(layout.numels), largest_bytes=max(sizes),
-        tokens_per_sample=getattr(getattr(task, "shape", None), "context", 0),
-    )  # fmt: skip
+    context = getattr(getattr(task, "shape", None), "context", 0)
+    return Model(numel=sum(layout.numels), largest_numel=max(layout.numels),
+                 delta_bytes=sum(sizes), largest_bytes=max(sizes),
+                 fragments=len(sizes), tokens_per_sample=context)  # fmt: skip
 
 
 def attempt(config, task, numel: int) -> tuple[str, int]:

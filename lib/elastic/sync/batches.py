@@ -53,10 +53,8 @@ class Batches:
         self.batch_size = config.sync.global_batch_size or most
         self.set()
 
-    def set(
-        self, committed: Iterable[Range] = (), trained: Iterable[Range] = (),
-        skipped: Iterable[Range] = (),
-    ) -> None:  # fmt: skip
+    def set(self, committed: Iterable[Range] = (), trained: Iterable[Range] = (),
+            skipped: Iterable[Range] = ()) -> None:  # fmt: skip
         """Go on as if these samples were done, and no others."""
         self.committed, self.trained = Ranges(committed), Ranges(trained)
         self.skipped = Ranges(skipped)

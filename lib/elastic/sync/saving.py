@@ -120,16 +120,13 @@ class Saving:
         """Step, model, optimizer, and what its record says: the state, and what a commit
         would."""
         samples, train = list(self._batches.trained), self._rank.config.train
-        delta = {
-            "role": "trainer", "slot": 0, "attempt": self._rank.attempt,
-            "job_id": self._rank.job_id, "steps": state.step - state.base_step,
-            "tokens": state.tokens - state.base_tokens, "loss": state.loss, "samples": samples,
-        }  # fmt: skip
-        extra = {
-            "state": asdict(state), "base_version": state.base_version, "tokens": state.tokens,
-            "loss": state.loss, "samples": samples, "deltas": [delta],
-            "skipped": list(self._batches.skipped),
-            "dataset_samples": self._batches.dataset_samples,
-            "epochs": 0 if train.max_steps else train.epochs,
-        }  # fmt: skip
+        delta = {"role": "trainer", "slot": 0, "attempt": self._rank.attempt,
+                 "job_id": self._rank.job_id, "steps": state.step - state.base_step,
+                 "tokens": state.tokens - state.base_tokens, "loss": state.loss,
+                 "samples": samples}  # fmt: skip
+        extra = {"state": asdict(state), "base_version": state.base_version,
+                 "tokens": state.tokens, "loss": state.loss, "samples": samples,
+                 "deltas": [delta], "skipped": list(self._batches.skipped),
+                 "dataset_samples": self._batches.dataset_samples,
+                 "epochs": 0 if train.max_steps else train.epochs}  # fmt: skip
         return state.step, self._model, self._optimizer, extra

@@ -290,12 +290,10 @@ class Trainer:
     def _tell(self, batch: Batch, norm: float, seconds: float) -> None:
         state, size = self.state, self.batches.dataset_samples
         (first, start, _), (last, _, stop) = list(batch.samples)[0], list(batch.samples)[-1]
-        line = {
-            "step": state.step, "time": round(time.time(), 3), "loss": state.loss, "norm": norm,
-            "samples": [first * size + start, last * size + stop], "tokens": state.tokens,
-            "world": self.rank.group.world, "attempt": self.rank.attempt,
-            "seconds": round(seconds, 4),
-        }  # fmt: skip
+        line = {"step": state.step, "time": round(time.time(), 3), "loss": state.loss,
+                "norm": norm, "samples": [first * size + start, last * size + stop],
+                "tokens": state.tokens, "world": self.rank.group.world,
+                "attempt": self.rank.attempt, "seconds": round(seconds, 4)}  # fmt: skip
         more = {"cadence": self.saving.words, "base_version": state.base_version,
                 "total_tokens": self.batches.total_tokens(state.tokens)}  # fmt: skip
         self.log.write(line, more)
