@@ -4,10 +4,10 @@ slot.
     slots/0007/inner.json                      pointer: version, attempt, files, checksums
     slots/0007/inner-000012.2.0.safetensors    one file per rank of the worker
 
-Losing it costs a short learning-rate ramp, never correctness: so the pointer is replaced
-atomically after the files, the files are not fsynced, and what does not fit or verify is
-left alone with its reason. What is no tensor travels as JSON in the file's header;
-nothing is unpickled.
+To lose it costs a short ramp of the learning rate, never correctness. So the pointer is
+replaced atomically after the files, and the files are not fsynced. State that does not
+fit or verify is not used, and the reason is told. Values that are no tensors travel as
+JSON in the file's header; nothing is unpickled.
 """
 
 import errno
@@ -33,7 +33,7 @@ from elastic.train.inner_optimizer import keep_types, numbers
 
 NAME = "inner.json"
 FILE = re.compile(r"\.?inner-(\d{6,})\..*")  # of a version
-UNFIT = (TypeError, ValueError, RuntimeError)  # of what is neither a tensor nor JSON
+UNFIT = (TypeError, ValueError, RuntimeError)  # a value is neither a tensor nor JSON
 
 
 class Entry(TypedDict):
@@ -57,13 +57,13 @@ class Pointer:
 def save(
     folder: Path, stem: str, optimizers: Sequence[Optimizer], rank: int, counted: Sequence = ()
 ) -> Entry:
-    """Write this rank's file; `counted` is what is state in the parameter groups. Returns
-    its entry: name, bytes, xxh3. Raises OSError, or one of UNFIT."""
+    """Write this rank's file; `counted` is the part of the state that is in the parameter
+    groups. Returns the file's entry. Raises OSError, or one of UNFIT."""
     tensors: dict[str, torch.Tensor] = {}
     said = {
-        "states": [[_packed(each.state.get(param, {}), tensors) for param in _params(each)]
+        "states": [[_pack(each.state.get(param, {}), tensors) for param in _params(each)]
                    for each in optimizers],
-        "whose": _whose(optimizers), "counted": [_packed(each, tensors) for each in counted],
+        "whose": _whose(optimizers), "counted": [_pack(each, tensors) for each in counted],
     }  # fmt: skip
     header = {name: json.dumps(value) for name, value in said.items()}
     path = folder / f"{stem}.{rank}.safetensors"
@@ -83,8 +83,8 @@ def save(
 
 
 def publish(run: RunDir, pointer: Pointer) -> None:
-    """Replace the slot's pointer and remove what it does not name:
-    also what a death has left."""
+    """Replace the slot's pointer, and remove files that it does not name, also those that a
+    process which died has left."""
     folder = run.slots.path(pointer.slot)
     write_atomic(folder / NAME, to_json(asdict(pointer)))
     current = {entry["name"] for entry in pointer.files}
@@ -94,15 +94,16 @@ def publish(run: RunDir, pointer: Pointer) -> None:
 
 
 def forget(run: RunDir, oldest: int) -> None:
-    """Remove what is of versions before `oldest`: nobody begins with it any more."""
+    """Remove the inner states of versions before `oldest`: nobody begins with them any
+    more."""
     for path in (run.path / "slots").glob("*/*inner-*"):
         if (of := FILE.fullmatch(path.name)) and int(of[1]) < oldest:
             path.unlink(missing_ok=True)
 
 
 def choose(run: RunDir, slot: int, version: int, max_age: int) -> tuple[Pointer | None, str]:
-    """The slot's pointer to start from, and what it is; none if it is not recent, or
-    damaged. One from before a version that sync mode has made is not."""
+    """The slot's pointer to start from, and what it is, in words. None if it is damaged or
+    too old. State saved before a version that came from sync mode counts as too old."""
     made = filter(None, map(run.commits.of, range(max(0, version - max_age), version + 1)))
     oldest = max([version - max_age, *(each.version for each in made if each.step)])
     try:
@@ -136,7 +137,7 @@ def _restore(optimizers: Sequence, tensors: dict, said: dict) -> str:
         return "it is another optimizer's, or another model's"
     for optimizer, packed in zip(optimizers, said["states"], strict=True):
         params = _params(optimizer)
-        values = (_unpacked(value, tensors, params[i]) for i, value in enumerate(packed))
+        values = (_unpack(value, tensors, params[i]) for i, value in enumerate(packed))
         # What never trained has none.
         state = {i: value for i, value in enumerate(values) if value}
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
@@ -149,39 +150,39 @@ def _restore(optimizers: Sequence, tensors: dict, said: dict) -> str:
 
 def _count(group: dict, packed: object, tensors: dict) -> None:
     for param in group["params"][:1]:  # an empty group counts nothing
-        for name, number in numbers(_unpacked(packed, tensors, param)).items():
+        for name, number in numbers(_unpack(packed, tensors, param)).items():
             is_tensor = isinstance(number, torch.Tensor)
             group[name] = number.to(own_part(param).device) if is_tensor else number
 
 
 def _whose(optimizers: Sequence) -> list:
-    """What a state fits: each optimizer's class, and the shapes of its parameters."""
+    """Which optimizers a state fits: the class of each, and its parameters' shapes."""
     return [[type(optimizer).__name__, [list(param.shape) for param in _params(optimizer)]]
             for optimizer in optimizers]  # fmt: skip
 
 
-def _packed(value: object, tensors: dict) -> object:
-    """As JSON has it, with tensors by name; they are put into `tensors`."""
+def _pack(value: object, tensors: dict) -> object:
+    """A value as JSON can hold it. Its tensors are put into `tensors`, and named here."""
     if isinstance(value, torch.Tensor):
         kind, name = "sharded" if is_sharded(value) else "tensor", str(len(tensors))
         tensors[name] = own_part(value).contiguous()
         return {kind: name}
     if isinstance(value, dict):
-        return {"dict": [[key, _packed(item, tensors)] for key, item in value.items()]}
+        return {"dict": [[key, _pack(item, tensors)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
-        return {type(value).__name__: [_packed(item, tensors) for item in value]}
+        return {type(value).__name__: [_pack(item, tensors) for item in value]}
     return value
 
 
-def _unpacked(packed: object, tensors: dict, param: torch.Tensor) -> object:
+def _unpack(packed: object, tensors: dict, param: torch.Tensor) -> object:
     if not isinstance(packed, dict):
         return packed
     [(kind, held)] = packed.items()
     if kind in ("tensor", "sharded"):
         return _sharded_like(param, tensors[held]) if kind == "sharded" else tensors[held]
     if kind == "dict":
-        return {key: _unpacked(item, tensors, param) for key, item in held}
-    values = [_unpacked(item, tensors, param) for item in held]
+        return {key: _unpack(item, tensors, param) for key, item in held}
+    values = [_unpack(item, tensors, param) for item in held]
     return tuple(values) if kind == "tuple" else values
 
 

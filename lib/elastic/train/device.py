@@ -37,7 +37,7 @@ def choose_device(config: Config) -> torch.device:
         raise UnfitNode(what, 'nvidia-smi shows why; train.device = "cpu" does without')
     if wanted == "cpu" or not is_there:
         return torch.device("cpu")
-    # A rank may see its own GPU alone.
+    # There may be fewer GPUs than ranks to see: a rank may see its own alone.
     torch.cuda.set_device(int(env("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -49,15 +49,14 @@ def _holds_gpus(config: Config) -> bool:
 
 
 def join(config: Config, rank: int, world: int, timeout_s: float) -> Group:
-    """This rank's place in the group of its job, on a device that is fit to compute on."""
+    """Join the group of this rank's job, on a device that is fit to compute on."""
     device = choose_device(config)
     require_gpu(device)
     return join_group(rank, world, device, timeout_s)
 
 
 def join_group(rank: int, world: int, device: torch.device, timeout_s: float) -> Group:
-    """The ranks of this job, which have met at MASTER_ADDR:MASTER_PORT and added up their
-    ones.
+    """Meet the other ranks of this job at MASTER_ADDR:MASTER_PORT, and try a sum over all.
 
     Raises ElasticError naming the ranks or nodes that are missing, or that do not reach
     each other.
@@ -74,12 +73,12 @@ def join_group(rank: int, world: int, device: torch.device, timeout_s: float) ->
 
 
 def build_model(task, config: Config, device: torch.device, group: Group) -> torch.nn.Module:
-    """The task's model, the same parameters for the same seed, on the device, sharded, in
-    training mode.
+    """The task's model on the device, sharded, in training mode. The same seed gives the
+    same parameters.
 
-    Its layers go to the device one by one. Where the task has `initial_values`, the model
-    has only room for them: each is loaded, or set by `set_initial_values`. Raises
-    ElasticError.
+    Its layers go to the device one by one. If the task has `initial_values`, the model is
+    built without values: a version or a checkpoint is loaded, or `set_initial_values` sets
+    them. Raises ElasticError.
     """
     seed(config.run.seed)
     is_bare = hasattr(task, "initial_values")
@@ -98,8 +97,8 @@ def build_model(task, config: Config, device: torch.device, group: Group) -> tor
 
 
 def _require_loadable(model: torch.nn.Module) -> None:
-    """Raise ElasticError unless parameters are all there is to it, and each of them is
-    there once: what the constructor computed or tied is lost with its memory."""
+    """Raise ElasticError if the model has buffers or tied parameters: what its constructor
+    has computed or tied is lost with the memory."""
     buffers = [name for name, _ in model.named_buffers()]
     names = {name for name, _ in model.named_parameters()}
     if odd := buffers or sorted(names ^ set(model.state_dict())):
@@ -110,9 +109,9 @@ def _require_loadable(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def set_initial_values(task, model: torch.nn.Module) -> None:
-    """Set what `build_model` has left open, from the seed; every rank keeps its own part.
-    Raises ElasticError for a tensor that the task does not give, or that the model has
-    not."""
+    """Set the values that `build_model` has left open, from the seed; every rank keeps its
+    own part. Raises ElasticError if the task does not give a tensor of the model, or gives
+    one that the model does not have."""
     if not hasattr(task, "initial_values"):
         return
     missing = model.state_dict()
@@ -147,9 +146,10 @@ def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     low = torch.bfloat16 if config.train.precision == "bf16" else None
-    # Else what a model is given, as times or positions, is rounded, and on one GPU it is not.
+    # Inputs as times or positions must not be rounded: without sharding they are not either.
     policy = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=False)
-    layers = getattr(model, "layers", None)  # one that is there twice, `children` has once
+    layers = getattr(model, "layers", None)
+    # `children` names a layer once that is there twice.
     for layer in layers.children() if isinstance(layers, torch.nn.Module) else ():
         if not isinstance(layer, torch.nn.ModuleList | torch.nn.ModuleDict):  # no unit by itself
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -157,14 +157,13 @@ def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:
 
 
 def precision(name: str, device: torch.device):
-    """A function that makes the context manager of a forward pass: bf16 autocast, or
-    nothing."""
+    """What makes the context manager of a forward pass: bf16 autocast, or nothing."""
     return lambda: torch.autocast(device.type, torch.bfloat16, enabled=name == "bf16")
 
 
 def to_device(batch, device: torch.device):
-    """A collated batch on the device: tensors, and what else has a `to` of its own (a
-    BatchEncoding, a graph), in lists and tables."""
+    """A collated batch on the device: its tensors, and other objects that have a `to` of
+    their own (a BatchEncoding, a graph), also inside of lists and tables."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if hasattr(batch, "to"):
@@ -178,8 +177,8 @@ def to_device(batch, device: torch.device):
 
 
 def leave(code: int) -> None:
-    """End this process at once: all is delivered and saved; taking torch apart takes
-    seconds."""
+    """End this process at once. All is delivered and saved by now, and to take torch apart
+    would take seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
