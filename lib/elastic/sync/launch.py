@@ -5,12 +5,12 @@ ended.
 
 It claims an attempt, which fences older jobs of the run, and starts one trainer per GPU:
 on this machine as child processes, in a Slurm job through one `srun`. A notice goes to
-the ranks (Slurm itself sends it to the step); they save and leave. When ranks crash they
-are started again here, from the newest checkpoint, without going back to the queue: on
-the nodes that still answer, if those are enough, and as long as a new checkpoint was
-committed in between or `sync.crash_retries` allow. Where they die of the same error twice
-before the run's first step, the run has failed. The last act is a reconcile pass. No
-torch in this process.
+the ranks (Slurm itself sends it to the step); they save and leave. Ranks that crash are
+started again here, from the newest checkpoint, without going back to the queue: on the
+nodes that still answer, if those are enough, and as long as a new checkpoint was
+committed in between or `sync.crash_retries` allows it. If they die of the same error
+twice before the run's first step, the run has failed. The last act is a reconcile pass.
+No torch in this process.
 """
 
 import contextlib
@@ -49,14 +49,16 @@ from elastic.sync.keepalive import Keepalive
 from elastic.sync.resume import Resume
 
 TAIL_LINES = 60  # the last words of the ranks
-HEARD_LINES = 2000  # many ranks say more of a peer that is gone than it did of what it died of
+# Lines of stderr that are kept: many ranks complain of a peer that is gone, at more length
+# than the peer said what it died of.
+HEARD_LINES = 2000
 MOST_LINE = 8192  # characters that are copied, and kept, as one line
-# For the other ranks to end after one has crashed; where they hang, they never do.
+# So long the other ranks may take to end after one has crashed. If they hang, they never end.
 LINGER_S = 10.0
 POLL_S = 0.1
 CONTROL_S = 2.0  # between looks at what the user wants; trainers look themselves
 PASSES_S = 300.0  # between passes of a job at work, and between its records
-SUCCESSOR_S = 5.0  # after the start: the scheduler lists this job as running by then
+SUCCESSOR_S = 5.0  # from the start to the first pass: the scheduler lists this job by then
 # A program that dies so soon may have died of the checkpoint that it was given.
 AT_ONCE_S = 300.0
 BAD_EXIT = re.compile(
@@ -74,8 +76,8 @@ class Launcher:
         self.gpus = 0
         self._resume = Resume(run)
         self._passes: Passes | None = None
-        self._follower: subprocess.Popen | None = None  # who passes when this has ended
-        self._rendezvous: TextIO | None = None  # of the ranks
+        self._follower: subprocess.Popen | None = None  # makes a pass when this one has ended
+        self._rendezvous: TextIO | None = None  # the file by which the ranks meet
         self._keepalive: Keepalive | None = None  # the connections to the nodes
         self._told = ""  # why the run does not go on, as run.command has been told
         info = get_slurm_info()
@@ -97,8 +99,8 @@ class Launcher:
         return self.end(end)
 
     def _attempt(self) -> End | None:
-        """Start the ranks, and wait for their end. None: they crashed, and are started
-        again."""
+        """Start the ranks, and wait for their end. None: they crashed, and are worth
+        another attempt."""
         before = self._resume.there()
         self.program.claim(self.notice)
         ranks = self._start()
@@ -114,8 +116,8 @@ class Launcher:
         return self._after_crash(end, ranks, before) if has_crashed else end
 
     def _after_crash(self, end: End, ranks: "Ranks", before: dict[Path, int]) -> End | None:
-        """None: it is worth another attempt. `before`: the checkpoints that were
-        there."""
+        """The end of the job; None: the ranks are worth another attempt. `before`: the
+        checkpoints that were there when this attempt began."""
         failed = replace(end, outcome=Outcome.FAILED, detail=ranks.last_words())
         progressed, lost = self._resume.has_progressed(before), self._lost_nodes()
         is_same = self.program.note_crash(ranks.error, progressed)
@@ -139,15 +141,15 @@ class Launcher:
     # ---- its nodes
 
     def _fitting(self, gpus_per_node: int, nodes: int) -> int:
-        """How many of the nodes make a size that the run may have; 0: they are too
-        few."""
+        """How many of so many nodes the run can use, at a size that it may have; 0: they
+        are too few for any."""
         gpus = (self.run.control().min, self.run.control().max)
         counts = sizing.node_counts(gpus, gpus_per_node, self.config.sync.sizes)
         return sizing.fit(counts, nodes)
 
     def _release_nodes(self) -> None:
-        """Give back the nodes that make no size: Slurm before 23.02 takes no list of
-        sizes."""
+        """Give back the nodes beyond the largest size that they make: Slurm before 23.02
+        takes no list of sizes, and may give more."""
         count, job_id = len(self._nodes), self.program.job_id
         kept = self._fitting(self.config.slurm.gpus_per_node, count)
         if 0 < kept < count:
@@ -159,7 +161,7 @@ class Launcher:
                 _say(f"{over} nodes stay idle, not given back: {error}")
 
     def _lost_nodes(self) -> list[str]:
-        """Go on without those nodes of the job that no longer answer; which these are."""
+        """Go on without the nodes of the job that no longer answer. Returns them."""
         if len(self._nodes) < 2:
             return []
         before, self._nodes = self._nodes, sched_slurm.answering(self._nodes)
@@ -251,8 +253,8 @@ class Launcher:
         self.program.record("training", gpus=self.gpus, trouble=self.program.failure)
 
     def _wait(self, ranks: "Ranks") -> int:
-        """Until all have left, or one has crashed: the others cannot go on without it.
-        The exit status of the first that failed."""
+        """Wait until all ranks have left, or one has crashed: the others cannot go on
+        without it. Returns the exit status of the first that failed."""
         has_told, code = False, None
         looked = recorded = time.monotonic()
         try:
@@ -261,7 +263,7 @@ class Launcher:
                     looked = time.monotonic()
                     with contextlib.suppress(TryAgain):
                         self._told = self.run.closing("sync")
-                if time.monotonic() - recorded > PASSES_S:  # if it is killed, when was that?
+                if time.monotonic() - recorded > PASSES_S:  # so that a kill leaves a time
                     recorded = time.monotonic()
                     self._record()
                 if (self.notice or self._told) and not has_told and (has_told := ranks.tell()):
@@ -279,7 +281,7 @@ class Launcher:
     # ---- the end
 
     def end(self, end: End) -> int:
-        """Say how it ended, and see to what comes next; the exit code."""
+        """Say how the job ended, and see to its successor; the exit code."""
         is_own, progress = bool(self.config.run.command), self.run.jobs.progress() or {}
         is_mine = progress.get("job_id") == self.program.job_id
         measured = {"startup_s": progress.get("startup_s") if is_mine else None}
@@ -296,8 +298,8 @@ class Launcher:
         return code
 
     def _have_successors(self) -> None:
-        """Without cron, too: one waits in the queue soon, and is started however this one
-        ends."""
+        """Make passes from now on, also without cron: so a successor waits in the queue
+        soon, and starts however this job ends."""
         self._passes = Passes(self.run, PASSES_S, SUCCESSOR_S)
         if self.config.run.scheduler == "local":
             self._follower = sched_local.pass_after_me(self.run.path)
@@ -314,8 +316,8 @@ class Ranks:
     def __init__(self, processes: list[subprocess.Popen], keepalive: Keepalive | None,
                  limit_s: float, resume: Resume,
                  here: Callable[[], set[int]] = set):  # fmt: skip
-        """`limit_s`: for how long they may neither say nor save anything; 0: for ever.
-        `here`: all their processes, where Slurm does not keep them."""
+        """`limit_s`: how long they may neither say nor save anything; 0: for ever. `here`:
+        returns all their processes, if Slurm does not look after them."""
         self.began, self.error = time.time(), ""  # what they died of, if that is known
         self._heard: deque[str] = deque(maxlen=HEARD_LINES)
         self._processes, self._keepalive = processes, keepalive
@@ -333,7 +335,8 @@ class Ranks:
                 self._bad_exit_at = min(self._bad_exit_at, time.monotonic())
 
     def code(self) -> int | None:
-        """None while none has crashed, and not all have left."""
+        """The exit status of the attempt; None while no rank has crashed and some are at
+        work."""
         codes = [process.poll() for process in self._processes]
         crashed = [code for code in codes if code not in (None, *LEFT)]
         if crashed or None in codes:
@@ -342,7 +345,7 @@ class Ranks:
 
     def error_of(self, code: int) -> str:
         """What they died of, once the last word is read."""
-        has_spoken = self._bad_exit_at < math.inf  # one that the others, hanging, waited for
+        has_spoken = self._bad_exit_at < math.inf  # a rank that crashed while others hung
         if 0 < code < 128 or (has_spoken and not self.error):
             self.error = wording.last_error("\n".join(self._heard))
         return self.error
@@ -351,7 +354,7 @@ class Ranks:
         return "\n".join([*self._heard][-TAIL_LINES:])
 
     def are_stuck(self) -> bool:
-        """Do those that are left wait for one that is gone?"""
+        """Do the ranks that are left wait for one that is gone?"""
         return time.monotonic() - self._bad_exit_at > LINGER_S or self._is_a_node_gone()
 
     def _is_a_node_gone(self) -> bool:
@@ -371,8 +374,8 @@ class Ranks:
         return time.time() - saved > self._limit_s
 
     def tell(self) -> bool:
-        """Pass a notice on, never through srun, which would kill its tasks at once. False:
-        Slurm has not taken it."""
+        """Pass a notice on to the ranks, never through srun, which would kill its tasks at
+        once. False: Slurm has not taken it."""
         if job_id := env("SLURM_JOB_ID"):
             return sched_slurm.signal_steps(job_id)
         for process in self._processes:
@@ -380,7 +383,7 @@ class Ranks:
         return True
 
     def abort(self) -> int:
-        """End those that hang; they print their stacks."""
+        """Let the ranks that hang print their stacks, and say that they died of it."""
         limit_s = f"{self._limit_s:g} s (sync.silent_timeout)"
         self.error = f"no output and no new checkpoint for {limit_s}"
         if job_id := env("SLURM_JOB_ID"):
@@ -390,17 +393,17 @@ class Ranks:
         return -signal.SIGABRT
 
     def end(self, code: int | None) -> None:
-        """Leave nothing behind; None: nobody knows how they are."""
+        """End what is left of the attempt, whose exit status is `code` (None: not known)."""
         if code not in LEFT and (job_id := env("SLURM_JOB_ID")):
             with contextlib.suppress(TryAgain):
-                # Before srun: the next ones need their GPUs.
+                # Before srun ends: the next ranks need the GPUs.
                 sched_slurm.end_steps(job_id)
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         with contextlib.suppress(ElasticError):
-            proc.kill_all(self._here)  # of a launcher's, in sessions of their own
+            proc.kill_all(self._here)  # those that a launcher has put into other sessions
         if self._keepalive:
             self._keepalive.close()
         for reader in self._readers:

@@ -59,8 +59,8 @@ class Wishes:
         self._control_at = 0.0
 
     def mine(self) -> Wish:
-        """Rank 0 speaks for the user, too, and for who has the run now. A filesystem that
-        is silent says nothing new."""
+        """The wish of this rank. Rank 0 also looks at what the user wants, and whether
+        another attempt has the run. While the filesystem is silent nothing changes."""
         if self.notice:
             return Wish.NOTICE
         now = time.monotonic()
@@ -76,8 +76,8 @@ class Wishes:
         return Wish.GO_ON
 
     def of_all(self, *numbers: float) -> tuple[Wish, list[float]]:
-        """The largest of all ranks, and the sums of their `numbers`: each of them has to
-        call."""
+        """The largest wish of all ranks, and the sums of their `numbers`. Each of them has
+        to call."""
         mine = self.mine()
         sums = self._rank.group.sum(*(mine is wish for wish in Wish), *numbers)
         return max(wish for wish in Wish if sums[wish]), sums[len(Wish) :]
@@ -102,15 +102,15 @@ class Wishes:
 
     def claim_epoch(self) -> None:
         """Trainers claim an epoch, too, and so fence masters: from here on a master may
-        commit what it is about to, and nothing else."""
+        still make the commit that it is about to make, and no other."""
         rank = self._rank
         who = {"job_id": rank.job_id, "attempt": rank.attempt, "time": time.time()}
         self._epoch = until_written(lambda: rank.run.masters.claim(who), self.notice.__bool__)
         self._version = rank.run.commits.newest_version()
 
     def fence(self) -> None:
-        """Raise Fenced if a later attempt, or a master, has the run. On top of another version
-        the checkpoints would be nothing."""
+        """Raise Fenced if a later attempt, or a master, has the run, or there is a newer
+        version: checkpoints on top of the older one count for nothing."""
         run, attempt = self._rank.run, self._rank.attempt
         is_other = run.slots.latest(0) > attempt or run.masters.newest() > self._epoch
         if is_other or run.commits.newest_version() > self._version:

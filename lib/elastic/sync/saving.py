@@ -31,8 +31,8 @@ class State:
 
 
 class Saving:
-    """All ranks call every method alike, but for `is_due`. A disk that refuses costs a
-    checkpoint, and nothing else."""
+    """Saves checkpoints. All ranks call every method alike, except `is_due`. If the disk
+    refuses, that costs a checkpoint and nothing else."""
 
     def __init__(self, rank: Rank, model: Module, optimizer: Optimizer, batches: Batches):
         self._rank, self._model, self._optimizer, self._batches = rank, model, optimizer, batches
@@ -44,18 +44,19 @@ class Saving:
         self.step, self._at = 0, 0.0  # of the newest one
 
     def load(self, base_version: int) -> tuple[Saved | None, list[str]]:
-        """Load the newest one on top of a version, if any; why each newer one was
+        """Load the newest checkpoint on top of a version, if any; why each newer one was
         skipped."""
         return self.checkpoints.load(self._model, self._optimizer, base_version)
 
     def begin_at(self, step: int) -> None:
-        """From now on, after this step, count to the next one."""
+        """Count the time and the steps to the next checkpoint from now, after this step."""
         self.step, self._at = step, time.monotonic()
 
     def choose_cadence(self) -> None:
         if not self._rank.group.leads:
             return
-        with contextlib.suppress(OSError, TryAgain):  # of this rank alone: it goes on as before
+        # If this rank cannot read now, it goes on as before; the others do not wait for it.
+        with contextlib.suppress(OSError, TryAgain):
             self._mtbi_s = cadence.observed_mtbi_s(self._rank.run.jobs.endings())
             if most := self._rank.config.checkpoint.max_rate_bytes:
                 self._least_s = size_bytes(self._rank.run, self.step) / most
@@ -68,7 +69,8 @@ class Saving:
 
     def is_due(self, step: int) -> bool:
         """Rank 0: is it time for a checkpoint, once this step is taken? Not while one is
-        being written; one that hangs has to be found, as all that hangs."""
+        being written. But if that takes as long as a hang, begin the next one: it waits for
+        the other, and so the hang is found."""
         config, seconds = self._rank.config, time.monotonic() - self._at
         is_busy = 0 < self.checkpoints.writing_s < config.health.hang_timeout_s
         if is_busy or seconds < self._least_s or not self._rank.group.leads:
@@ -76,8 +78,8 @@ class Saving:
         return cadence.is_due(config.checkpoint.interval, step - self.step, seconds, self._auto_s)
 
     def begin(self, state: State, due: bool) -> None:
-        """Start one in the background if it is due; learn from the one before once it is
-        committed."""
+        """Begin a checkpoint in the background if it is due. Learn from the one before it,
+        once that is committed, how often they are worth it."""
         with self._surviving_refusals(state):
             ended = self.checkpoints.finish() if due else self.checkpoints.poll()
             if ended:
@@ -87,7 +89,7 @@ class Saving:
                 self.checkpoints.begin(*self._content(state))
 
     def save(self, state: State) -> bool:
-        """Save now and wait for it, unless this very step is saved. False: the disk
+        """Save this step, unless it is saved already, and wait for that. False: the disk
         refused."""
         with self._surviving_refusals(state):
             self.checkpoints.save(*self._content(state))
@@ -96,8 +98,9 @@ class Saving:
         return False
 
     def save_within(self, state: State, left_s: Callable[[float], float]) -> None:
-        """Save if what rank 0 is asked for, the time that is left, is enough. Else wait
-        for what is being written: it may need little more."""
+        """Save if there is time: `left_s`, which rank 0 calls with the seconds needed,
+        returns those that are left. Else wait for the checkpoint that is being written: it
+        may need little more."""
         group, needed_s = self._rank.group, self.checkpoints.needs_s
         has_s = left_s(needed_s) if group.leads else 0.0
         if group.broadcast(has_s >= needed_s):
@@ -117,8 +120,8 @@ class Saving:
             self._rank.event("checkpoint-failed", step=state.step, reason=str(error))
 
     def _content(self, state: State) -> tuple:
-        """Step, model, optimizer, and what its record says: the state, and what a commit
-        would."""
+        """What a checkpoint is made of: step, model, optimizer, and its record, which has
+        the state, and all that a commit would have."""
         samples, train = list(self._batches.trained), self._rank.config.train
         delta = {"role": "trainer", "slot": 0, "attempt": self._rank.attempt,
                  "job_id": self._rank.job_id, "steps": state.step - state.base_step,
