@@ -307,7 +307,8 @@ def answers_of(store: BothSides, clock: Callable[[float], None]) -> list:
 
 def test_redis_as_a_dictionary_answers_as_redis_does(store):
     server = MemoryServer(lambda: 1000.0)
-    memory = BothSides(Client(server, lambda _name, action: action()), "run-a", "memory")
+    client = Client(server, lambda _name, action: action())
+    memory = BothSides(client, "run-a", "memory", store.epoch)
     real = answers_of(store, lambda store: store._redis.flushall())
     assert answers_of(memory, lambda _: server.flushall()) == real
 

@@ -58,8 +58,8 @@ AGREE_S = 0.2  # of passes between two agreements: each waits for the GPUs
 @dataclass(frozen=True)
 class Agreed:
     """What all ranks know of a step once its passes are over: the batch's mean loss and
-    tokens, what is wanted, and whether rank 0 finds it time for a checkpoint, or for a
-    look at everybody's health."""
+    tokens, what the ranks want, and whether rank 0 finds it time for a checkpoint, or for
+    a look at everybody's health."""
 
     loss: float
     tokens: float
@@ -72,10 +72,11 @@ class Trainer:
     def __init__(self, rank: Rank, notice: Notice):
         config, group = rank.config, rank.group
         self.rank, self.notice, self.train = rank, notice, config.train
-        # Where the run is; where its newest version was.
+        # Where the run is, and where it was at the newest version.
         self.state = self._base = State()
         task = load_task(config.run.task, config.task, Path(config.run.folder))
-        self.learner = Learner(task, config, group)  # seeds torch: data sets may be random parts
+        # Before the data set, which may be a random part of another one: it seeds torch.
+        self.learner = Learner(task, config, group)
         self.batches = Batches(task, config, group)
         self.probe = Probe(self.learner.model, near=0.1, may_ignore=0)
         self._passes, self._pass_s = 1, AGREE_S  # of the newest step, on this rank
@@ -93,7 +94,7 @@ class Trainer:
         self._restore()
         self.notice.exit_code = None
         wish = self._train()
-        # A save may take longer than a step ever should.
+        # No longer within the HangDetector: a save may take longer than any step.
         self.log.turn_to("saving")
         while wish == Wish.GO_ON and not self.saving.save(self.state):
             self.log.turn_to("saving", cadence=self.saving.words)
@@ -106,11 +107,11 @@ class Trainer:
         return Exit.OK
 
     def _train(self) -> Wish:
-        """Step by step, until that is wanted no more (GO_ON: there is nothing left to
-        train)."""
+        """Step by step, until a rank wants to stop: returns that wish, or GO_ON if nothing
+        is left to train."""
         timeout_s = self.rank.config.health.hang_timeout_s
         with HangDetector(timeout_s, functools.partial(device.leave, Exit.ERROR)) as hangs:
-            wish = self._validate_if_due(hangs)  # one that a notice broke off
+            wish = self._validate_if_due(hangs)  # a notice may have broken one off
             while wish == Wish.GO_ON and not self._budget_is_spent():
                 if (batch := self.batches.next()) is None:
                     break
@@ -166,8 +167,8 @@ class Trainer:
                    job_id=rank.job_id, load_s=round(time.time() - began, 3), resume=at)  # fmt: skip
 
     def _find_base(self) -> tuple[dict, list[Range]]:
-        """Rank 0: the state at the newest version, and the samples of all versions up to
-        it."""
+        """Rank 0: the state of the run at the newest version, and the samples of all
+        versions up to it."""
         self.wishes.claim_epoch()
         run = self.rank.run
         newest = run.commits.newest()
@@ -180,7 +181,8 @@ class Trainer:
         return asdict(State(step, tokens, **base)), list(samples)
 
     def _go_on_from(self, saved: Saved | None, skipped: Iterable[Range] = ()) -> None:
-        """From a checkpoint, or from the base; without the samples that are `skipped`."""
+        """Go on from a checkpoint, or from the base if there is none, without the samples
+        that are `skipped`."""
         extra = saved.extra if saved else {"samples": (), "skipped": ()}
         check_size(self.batches.dataset_samples, extra.get("dataset_samples"))
         self.state = State(**extra["state"]) if saved else replace(self._base)
@@ -235,14 +237,14 @@ class Trainer:
         device.seed_by(f"{self.rank.config.run.seed}/{state.step}/{self.rank.group.rank}")
 
     def _ramp(self) -> float:
-        """Below 1 for the first steps on top of a version: the optimizer knows nothing
-        yet."""
+        """A factor of the learning rate, below 1 for the first steps on top of a version:
+        the optimizer has no moments yet."""
         done = self.state.step - self.state.base_step
         most = self.rank.config.local_sgd.join_ramp
         return (done + 1) / most if self.state.base_version and done < most else 1.0
 
     def _agree(self, losses: torch.Tensor, tokens: int) -> Agreed:
-        """One sum over all ranks."""
+        """Learn from all ranks how the step went, and what they want: in one sum."""
         group = self.rank.group
         silent_s = time.monotonic() - self._checked_at
         check = group.leads and silent_s > self.rank.config.health.liveness_interval_s
@@ -254,8 +256,8 @@ class Trainer:
         return Agreed(loss, tokens, wish, save > 0, check > 0)
 
     def _may_step(self, batch: Batch, loss: float, norm: float) -> bool:
-        """Else the batch is skipped, or steps are rolled back. ElasticError: the run
-        ends."""
+        """May the optimizer step? If not, the batch is skipped, or steps are rolled back.
+        ElasticError ends the run."""
         verdict = self.nans.judge(not math.isfinite(norm))
         if verdict == "ok":
             return True
@@ -272,13 +274,13 @@ class Trainer:
         return verdict == "warn"
 
     def _roll_back(self) -> None:
-        """Go on from the newest checkpoint, and past what is skipped when it comes round
-        again."""
+        """Go on from the newest checkpoint. The samples that are skipped are left out when
+        they come round again."""
         saved, _ = self.saving.load(self.state.base_version)
         if saved:
             self._go_on_from(saved, self.batches.skipped)
             self.rank.say(f"rolled back to step {saved.step}")
-        else:  # the bad step was not taken: leaving it out is as good
+        else:  # the bad step was not taken: to leave its batch out is as good
             self.rank.say("no checkpoint to roll back to yet: the batch is left out")
 
     def _count(self, batch: Batch, agreed: Agreed) -> None:
@@ -350,9 +352,10 @@ class Learner:
         self.autocast = device.precision(self._train.precision, group.device)
 
     def backward(self, passes: Iterator, expected: int) -> tuple[torch.Tensor, int]:
-        """Gradients of the mean over a batch, if it has the `expected` tokens (else
-        `rescale` them); this rank's sum of losses and how many tokens they are of; its
-        tokens. Of padding alone there is no loss, and gradients are 0.
+        """Compute the gradients of the mean over a batch, if it has the `expected` tokens
+        (else `rescale` them). Returns this rank's sum of losses and the tokens that these
+        are of, in one tensor, and its tokens. A part of nothing but padding has no loss, and
+        its gradients are 0.
 
         FSDP takes the mean over ranks, hence the factor `world`.
         """
@@ -370,7 +373,8 @@ class Learner:
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
-        """Mend gradients where samples differ in tokens; mostly the factor is 1."""
+        """Mend the gradients of a batch that had other tokens than expected. Mostly it had
+        not, and the factor is 1."""
         if factor != 1.0:
             grads = [p.grad for p in self.model.parameters() if p.grad is not None]
             torch._foreach_mul_(grads, factor)
@@ -383,12 +387,11 @@ class StepLog:
         self._rank = rank
         self._progress_at = 0.0
         self._rate_since = (time.monotonic(), 0)  # time, tokens
-        # From the launcher's start of the ranks to the first step's end.
-        self._startup_s = 0.0
+        self._startup_s = 0.0  # from the launcher's start of the ranks to the first step's end
         self._told: dict = {}
 
     def write(self, line: dict, more: dict) -> None:
-        """`more`: what status wants to know beside it."""
+        """Write the line of a step. `more`: what status wants to know beside it."""
         if not self._rank.group.leads:
             return
         now, path = time.monotonic(), self._rank.run.path / "metrics.jsonl"
@@ -407,7 +410,8 @@ class StepLog:
         self.turn_to("training")
 
     def turn_to(self, state: str, **more) -> None:
-        """Tell what the ranks do now: a validation or a save may take long."""
+        """Say in progress.json what the ranks do now: a validation or a save may take
+        long."""
         if self._told:
             self._rank.run.jobs.write_progress({**self._told, "state": state, **more})
 

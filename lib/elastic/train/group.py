@@ -71,7 +71,7 @@ class Group:
     def __init__(self, rank: int = 0, world: int = 1, device: torch.device | str = "cpu",
                  timeout_s: float = math.inf):  # fmt: skip
         self.rank, self.world, self.device = rank, world, torch.device(device)
-        # For which a rank may wait for bytes while the others wait for it.
+        # So long a rank may wait for bytes while the others wait for the rank.
         self.patience_s = min(UNREAD_S, timeout_s / 4)
 
     @classmethod
@@ -136,7 +136,7 @@ class Group:
 
 
 def _tried(action: Callable[[], object]) -> tuple[list, Exception | None]:
-    """What `action()` returned, and its error: as the other ranks hear of them; the
+    """What `action()` has returned, and its error, as JSON for the other ranks; and the
     error itself."""
     try:
         return [action(), None], None
@@ -145,7 +145,8 @@ def _tried(action: Callable[[], object]) -> tuple[list, Exception | None]:
 
 
 def _answers(outcomes: list[list], own: dict[int, Exception | None]) -> list:
-    """What the ranks returned; or the first error is raised, `own` or made again."""
+    """What the ranks have returned. If one had an error, the first is raised: this rank's
+    `own`, or one made again from its words."""
     for rank, (_, told) in enumerate(outcomes):
         if told:
             kind, errno, what = told

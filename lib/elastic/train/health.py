@@ -1,11 +1,11 @@
 """Ranks that agree, bad steps, silent ranks, hangs, sick GPUs.
 
-Ranks must do the same in the same step, or the next collective never ends: a gradient
-that is not finite for one of them is bad for all, by one small all_reduce a step.
-`check_nccl_health` asks the store who is there before it tries a collective: that names
-who is gone, and leaves nothing behind that cannot end. HangDetector counts the time that
-this process ran, not the clock: a suspended job has not hung. It cannot act while C code
-holds the GIL.
+Ranks must do the same in the same step, or the next collective never ends. So a gradient
+that is not finite on one of them counts as bad on all, by one small all_reduce a step.
+`check_nccl_health` asks the store which ranks are there before it tries a collective:
+that names the ranks that are gone, and leaves no collective behind that cannot end.
+HangDetector counts the time that this process ran, not the clock: a suspended job has
+not hung. It cannot act while C code holds the GIL.
 """
 
 import contextlib
@@ -64,8 +64,8 @@ class NaNDetector:
 
 
 def check_nccl_health(group: Group, timeout_s: float) -> str:
-    """Empty if all ranks of the default group answer and a collective ends, else what
-    does not.
+    """Empty if all ranks of the default group answer and a collective ends, else a sentence
+    on what does not.
 
     All ranks call it at the same point. After a sentence the group is of no more use:
     leave.
@@ -113,7 +113,7 @@ def check_gpu_health(device: torch.device | str) -> list[str]:
 
 
 def examine_gpu(device: torch.device | str) -> tuple[list[str], bool]:
-    """Likewise, and whether the device is fit to compute on all the same."""
+    """What is wrong with the device, and whether it is fit to compute on all the same."""
     device, problems = torch.device(device), []
     try:
         problems += _wrong_arithmetic(device)
@@ -127,8 +127,8 @@ def examine_gpu(device: torch.device | str) -> tuple[list[str], bool]:
 
 
 def require_gpu(device: torch.device) -> None:
-    """Say what `check_gpu_health` finds; UnfitNode if the device is not fit to compute
-    on."""
+    """Say on stderr what `check_gpu_health` finds; UnfitNode if the device is not fit to
+    compute on."""
     problems, is_fit = examine_gpu(device)
     for problem in problems:
         print(f"rank {env('RANK', '0')}: {problem}", file=sys.stderr, flush=True)
@@ -221,7 +221,7 @@ class ShutdownHandler:
 
 
 def shield_workers(worker_id: int = 0) -> None:
-    """A DataLoader's `worker_init_fn`: a notice is for the parent, with which the worker
-    goes."""
+    """A DataLoader's `worker_init_fn`. The worker ignores notices, which are for its parent,
+    and is killed when the parent dies."""
     ignore_notices()
     die_with_parent()

@@ -1,5 +1,5 @@
-"""What a run trains: the user's task, found by its name, and what stands in for what it
-lacks.
+"""What a run trains: the user's task, found by its name, and defaults for the methods
+that it does not have.
 
 A task says what the model, the samples and the loss are, and nothing about how they are
 distributed: it sees no ranks, no versions, no other workers. Sample i has to be the same
@@ -28,12 +28,15 @@ REQUIRED = ("model", "dataset", "loss")
 class Task(Protocol):
     """What `run.task` names. Its constructor gets the [task] table of the run file.
 
-    It may also have `optimizer(model)` (else the one that `train.optimizer` names),
-    `tokens(batch) -> int` (else the samples of the batch; the unit of the schedule and of
-    the weight of a delta), `validate(model) -> dict[str, float]`, which is run on the
-    global parameters, and `initial_values(model)`, which yields name and values of all
-    that is in the state of a model: `model()` is then called under torch.device("meta"),
-    and no rank ever has the whole of it.
+    It may also have:
+
+        optimizer(model)     else the optimizer is the one that `train.optimizer` names
+        tokens(batch)        an int, the unit of the schedule and of the weight of a delta;
+                             else the samples of the batch are counted
+        validate(model)      a dict of numbers by name, of the global parameters
+        initial_values(model)    yields name and values of all that is in a model's state;
+                             `model()` is then called under torch.device("meta"), and no
+                             rank ever has the whole model
     """
 
     def model(self) -> nn.Module:
@@ -96,7 +99,7 @@ def count_tokens(task: Task, batch: Any) -> int:
 
 
 def _tensors(batch: Any) -> list[Tensor]:
-    """Those of a batch that have samples, in their order."""
+    """The tensors of a batch that have samples, in their order."""
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, list | tuple):
@@ -116,8 +119,8 @@ def score(
     task: Task, model: nn.Module, before_pass: Callable[[], object] = lambda: None
 ) -> dict[str, float]:
     """What the task's validate() says of the model. `before_pass` is called before each
-    pass over the model, and may raise: that ends it. Random numbers, and the mode of each
-    part of the model, are then as if it had not been.
+    pass over the model; if it raises, that ends the validation. Afterwards the random
+    numbers, and the mode of each part of the model, are as if there had been none.
 
     After each pass the copies that it made of parameters are dropped: validate() may put
     others into the model.
