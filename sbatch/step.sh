@@ -13,11 +13,8 @@ elastic::environment() {
     unset SLURM_GPUS SLURM_GPUS_PER_{NODE,TASK} SLURM_NTASKS_PER_GPU SLURM_MEM_PER_{CPU,NODE,GPU}
     export ELASTIC_JOB_ID="${SLURM_JOB_ID}" ELASTIC_ATTEMPT="$((${SLURM_RESTART_COUNT:-0} + 1))"
     export ELASTIC_RUN_DIR="${ELASTIC_RUN_DIR:-${SLURM_SUBMIT_DIR}/runs/${SLURM_JOB_NAME}-${SLURM_JOB_ID}}"
-    if [[ -e "${ELASTIC_RUN_DIR}" && ! -O "${ELASTIC_RUN_DIR}" ]]; then
-        echo "error: ${ELASTIC_RUN_DIR} is another user's" >&2
-        echo "  hint: submit from a folder of your own, or set ELASTIC_RUN_DIR" >&2
-        exit 2
-    fi
+    [[ ! -e "${ELASTIC_RUN_DIR}" || -O "${ELASTIC_RUN_DIR}" ]] ||
+        { echo "error: ${ELASTIC_RUN_DIR} is another user's: set ELASTIC_RUN_DIR" >&2 && exit 2; }
     export MASTER_ADDR="${MASTER_ADDR:-$(elastic::master_addr "${SLURM_JOB_NODELIST}")}"
     export MASTER_PORT="${MASTER_PORT:-$(elastic::master_port "${SLURM_JOB_ID}" "${MASTER_ADDR}")}"
     local gpus="${SLURM_GPUS_ON_NODE:-0}"
