@@ -282,7 +282,7 @@ def test_costs_are_those_of_the_configuration_and_the_model():
 
 
 def test_a_trace_has_the_nodes_of_its_file():
-    changes, end = trace.read(str(AWS), 1)
+    changes, end = trace.read(AWS, 1)
     assert len(changes) == 177 + 167
     spans = [*Nodes(changes).spans(end)]
     assert max(gpus for gpus, _ in spans) == 32
@@ -292,45 +292,17 @@ def test_a_trace_has_the_nodes_of_its_file():
 # ---- where traces come from
 
 
-def test_the_jobs_of_a_run_are_a_trace():
-    key = {"role": "worker", "slot": 3}
-    events = [
-        {"kind": "submit", "time": 100},
-        {"kind": "start", "time": 105, "job_id": "7", "attempt": 1, **key},
-        {"kind": "notice", "time": 130, "job_id": "7", "attempt": 1, **key},
-        {"kind": "end", "time": 140, "job_id": "7", "submitted": 101, "started": 104, "ended": 133,
-         "gpus": 4, "outcome": "yielded", **key},
-        {"kind": "start", "time": 150, "job_id": "9", "attempt": 2, **key},
-        {"kind": "end", "time": 199, "job_id": "9", "submitted": 140, "started": 150, "ended": 190,
-         "gpus": 4, "outcome": "done", **key},
-    ]  # fmt: skip
-    changes, end = trace.of_events(events, [], 2)
-    assert (end, changes) == (99, [
-        Change(4, "3.0", 2), Change(4, "3.1", 2), Change(30, "3.0", 0), Change(30, "3.1", 0),
-        Change(50, "3.0", 2), Change(50, "3.1", 2),
-    ])  # fmt: skip
-
-
-def test_jobs_that_are_smaller_than_a_node_are_nodes_of_their_size():
-    key = {"role": "worker", "slot": 3, "job_id": "7"}
-    events = [{"kind": "submit", "time": 100},
-              {"kind": "end", "time": 140, "submitted": 101, "started": 104, "ended": 133,
-               "gpus": 1, "outcome": "killed", **key}]  # fmt: skip
-    changes, _ = trace.of_events(events, [], 8)
-    assert [change.gpus for change in changes] == [1, 0]
-
-
 @pytest.mark.parametrize("line", ["5,add", "x,add,n1", "5,lost,n1", "5;add;n1"])
 def test_a_line_that_is_no_change_is_named(line, tmp_path):
     (tmp_path / "t.csv").write_text(f"0,add,n0\n{line}\n")
     with pytest.raises(UsageError, match="t.csv:2: "):
-        trace.read(str(tmp_path / "t.csv"), 1)
+        trace.read(tmp_path / "t.csv", 1)
 
 
 def test_a_trace_without_gpus_is_refused(tmp_path):
     (tmp_path / "t.csv").write_text("0,add,n0\n")
     with pytest.raises(UsageError, match="no GPUs|no end"):
-        trace.read(str(tmp_path / "t.csv"), 1)
+        trace.read(tmp_path / "t.csv", 1)
 
 
 # ---- the command

@@ -7,7 +7,6 @@ and of the plain script: it depends on who else is busy on this machine, and no 
     pytest tests/lab/test_forecast_slurm.py    local mode; the other ways, too: make matrix
 """
 
-import json
 import os
 import sys
 import time
@@ -144,19 +143,6 @@ def local(stage: Stage) -> None:
     stage.play((60, ""))
     measured = stage.measured()
     comes_out_as(stage.forecast("local", shown_costs.measured(stage.run)), measured)
-    its_own_record_makes_the_same_forecast(stage, measured)
-
-
-def its_own_record_makes_the_same_forecast(stage: Stage, measured: dict[str, float]) -> None:
-    """The command, with the run as trace and for the costs."""
-    run = stage.run.path
-    answer = elastic("plan", stage.home / "story.toml", "--trace", run, "--measured", run, "--json",
-                     env=stage.env | {"ELASTIC_SITE": os.devnull})  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
-    found = json.loads(answer.stdout)
-    assert found["trace"]["taken"] == 3
-    assert found["trace"]["most_gpus"] == len(NODES)
-    comes_out_as(next(way for way in found["ways"] if way["mode"] == "local"), measured)
 
 
 def sync(stage: Stage) -> None:

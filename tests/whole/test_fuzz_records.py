@@ -18,7 +18,6 @@ from elastic.base.errors import ElasticError
 from elastic.jobs import history
 from elastic.jobs.cadence import observed_mtbi_s
 from elastic.jobs.history import Job
-from elastic.lab import trace
 from elastic.people import report, timeline
 from elastic.run import goodput, membership, sound, wording
 from elastic.run.audit import (
@@ -171,7 +170,6 @@ def of_use_as_event(run: RunDir, path: Path) -> None:
     timeline.incidents(events)
     report.newest_jobs(events, [], 50.0)
     goodput.ledger(goodput.allocations(events, [], 1, 50.0), [])
-    trace.of_events(events, [], 1)
     assert all(isinstance(wording.event_words(event), str) for event in events)
 
 

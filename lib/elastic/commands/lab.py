@@ -34,13 +34,13 @@ def demo(slurm: bool):
     os.execv(program, [program, *["--slurm"] * slurm])
 
 
-@command("plan 7b.toml --trace spot.csv", "plan 7b.toml --trace old-run --set plan.step=4s")
+@command("plan 7b.toml --trace spot.csv", "plan 7b.toml --trace spot.csv --set plan.step=4s")
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("--trace", "source", required=True, metavar="FILE|RUN",
-              help="When nodes came and went: a CSV file or a run.")
+@click.option("--trace", required=True, help="When nodes came and went: a CSV file.",
+              type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @shared.overrides_option
 @shared.json_option
-def plan(config: Path, source: str, overrides: tuple[str, ...], as_json: bool):
+def plan(config: Path, trace: Path, overrides: tuple[str, ...], as_json: bool):
     """Forecast how CONFIG would fare with preemptions.
 
     Plays a trace to plain --requeue, sync mode and local mode, and says which
@@ -51,7 +51,7 @@ def plan(config: Path, source: str, overrides: tuple[str, ...], as_json: bool):
     from elastic.people import views
 
     with views.busy("playing the trace"):
-        found = advise(config, overrides, source, warn)
+        found = advise(config, overrides, trace, warn)
     show(as_json, found, views.plan_view)
 
 

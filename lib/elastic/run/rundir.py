@@ -289,13 +289,13 @@ def check_answers(run: RunDir) -> None:
         raise TryAgain(f"the filesystem has not answered for {LOOK_S:g} s")
 
 
-def find(name_or_path: str, what: str = "run") -> RunDir:
+def find(name_or_path: str) -> RunDir:
     """The run of that name or directory. UsageError names the runs there are."""
     for path in (registry_dir() / "runs" / name_or_path, Path(name_or_path)):
         if run := _run_at(path):
             return run
     names = ", ".join(run.name for run in registered()) or "none"
-    raise UsageError(f"no such {what}: {name_or_path!r}", f"runs: {names}")
+    raise UsageError(f"no such run: {name_or_path!r}", f"runs: {names}")
 
 
 def _run_at(path: Path) -> RunDir | None:
