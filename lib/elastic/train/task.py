@@ -30,13 +30,13 @@ class Task(Protocol):
 
     It may also have:
 
-        optimizer(model)     else the optimizer is the one that `train.optimizer` names
-        tokens(batch)        an int, the unit of the schedule and of the weight of a delta;
-                             else the samples of the batch are counted
-        validate(model)      a dict of numbers by name, of the global parameters
-        initial_values(model)    yields name and values of all that is in a model's state;
-                             `model()` is then called under torch.device("meta"), and no
-                             rank ever has the whole model
+        optimizer(model)        else the optimizer is the one that `train.optimizer` names
+        tokens(batch)           an int, the unit of the schedule and of the weight of a
+                                delta; else the samples of the batch are counted
+        validate(model)         a dict of numbers by name; it gets the global parameters
+        initial_values(model)   yields name and values of all that is in a model's state;
+                                `model()` is then called under torch.device("meta"), and
+                                no rank ever has the whole model
     """
 
     def model(self) -> nn.Module:
