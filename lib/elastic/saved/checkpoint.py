@@ -5,8 +5,9 @@
     checkpoints/step-00000100.json       made last, by link(): its existence is the commit
 
 They are written and committed as drafts.py says. Nothing of a checkpoint is read before
-its sizes and checksums are those in the commit record. A step that does not verify is
-skipped with a reason, and stays until its like is saved again or newer ones push it out.
+its sizes and checksums are found to be those in the commit record. A step that does not
+verify is skipped with a reason. It stays until the same step is saved again or newer
+ones push it out.
 
 The ranks talk about a checkpoint in a gloo group of its own, so that writing in the
 background never meets a collective of the training.
@@ -76,8 +77,8 @@ class _Flight:
     step: int
     writer: storage.Writer
     since: float
-    waited_s: float = 0.0  # training, for the copy
-    ended: float = 0.0  # when it was committed, though nobody asked yet
+    waited_s: float = 0.0  # by the training, for the copy
+    ended: float = 0.0  # when it was committed, even if nobody has asked since
     future: Future | None = None
 
     def end(self) -> None:
@@ -85,11 +86,11 @@ class _Flight:
 
 
 class Checkpoints:
-    """The checkpoints of a run, for all ranks of a trainer:
-    every method is called by each of them.
+    """Saves and loads the checkpoints of a run, on all ranks of a trainer: each of them
+    calls every method.
 
-    `save_s`: seconds that the last one took to its commit; `stall_s`: the part of them in
-    which training waited. Both are rank 0's, so that all ranks decide the same by them.
+    `save_s`: seconds that the last one took to its commit; `stall_s`: those in which
+    training waited. Both are rank 0's, so that all ranks decide the same by them.
     """
 
     def __init__(self, run: RunDir, group: Group, writer: str, keep: int = 2):
@@ -104,8 +105,8 @@ class Checkpoints:
     def save(self, step: int, model, optimizer, extra: dict) -> None:
         """Write and commit a checkpoint, unless this step has one.
 
-        On a failure every rank raises: OSError if the disk refused. What was committed
-        stays, and nothing else does. The end of one that began before is waited for; its
+        On a failure every rank raises: OSError if the disk refused. Checkpoints that are
+        committed stay, and nothing else does. If one is being written, that ends first; its
         failure is not told.
         """
         with contextlib.suppress(OSError, ElasticError):
@@ -114,8 +115,8 @@ class Checkpoints:
             self._close(flight, lambda: dcp.save(_state(model, optimizer), **self._ways(flight)))
 
     def begin(self, step: int, model, optimizer, extra: dict) -> None:
-        """Copy the state to the host and write it in the background,
-        unless this step has one.
+        """Copy the state to the host and write it in the background, unless this step has
+        a checkpoint.
 
         finish() comes first: if that raises, nothing new has begun.
         """
@@ -146,7 +147,7 @@ class Checkpoints:
         return self.finish() is not None
 
     def finish(self) -> int | None:
-        """Wait until what began is committed, and return its step, if any.
+        """Wait until what began is committed, and return its step; None if nothing began.
         Raises like save()."""
         flight, self._flight = self._flight, None
         if flight is None:
@@ -184,7 +185,8 @@ class Checkpoints:
         return _Flight(step, storage.Writer(draft, commit), since)
 
     def _ways(self, flight: _Flight) -> dict:
-        """For DCP. What every rank has, as the statistics of a BatchNorm, rank 0 writes."""
+        """Arguments for DCP. Rank 0 writes what every rank has, as a BatchNorm's
+        statistics."""
         planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         return {"storage_writer": flight.writer, "planner": planner, **self._how}
 
@@ -198,8 +200,8 @@ class Checkpoints:
         return True
 
     def _commit(self, draft: Draft, step: int, extra: dict, files: list[dict]) -> None:
-        """Rank 0: link the record. Another writer of this step may have been first:
-        as good."""
+        """Rank 0: link the record. If another writer of this step was first, that is as
+        good."""
         files = [*files, draft.write(EXTRA, durable.to_json(extra))]
         saved = Saved(step, self._writer, time.time(), self._group.world, extra, tuple(files))
         draft.commit_by(lambda: self._link(asdict(saved)))
@@ -247,9 +249,10 @@ class Checkpoints:
         saved_state = {name: places[name] for name in places if f"optimizer.state.{name}" in held}
         optimizer_state["state"] = saved_state
         reader.fill({"model": model_state, "optimizer": optimizer_state}, **self._how)
-        # What never trained has no moments; torch before 2.9 misses it by its name.
+        # A parameter that never trained has no moments; torch before 2.9 wants its name all
+        # the same.
         optimizer_state["state"] = {n: saved_state.get(n, {}) for n in places if saved_state}
-        # All is in its place; else torch would fill an empty state here, too.
+        # The state is there; without `_stepping` torch would fill an empty one here, too.
         with _stepping(optimizer, lambda: None), _by_place(model), _by_place(optimizer):
             states.set_state_dict(
                 model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
@@ -321,8 +324,7 @@ def read_params(reader: storage.Reader, tensors: Sequence[Tensor]) -> torch.Tens
 
 
 def _state(model, optimizer) -> dict:
-    """What is saved. An optimizer that never stepped has no state,
-    and is left without."""
+    """What is saved. An optimizer that never stepped has no state, and is left without."""
     stepped = bool(optimizer.state)
     with _stepping(optimizer, optimizer.step):
         model_state, optimizer_state = states.get_state_dict(model, optimizer)
@@ -349,8 +351,8 @@ def _stepping(optimizer, step: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _by_place(owner) -> Iterator[None]:
-    """torch loads by load_state_dict(state_dict=…), of a model also with strict= and assign=:
-    names that not every such method has."""
+    """torch calls load_state_dict with the names state_dict=, and for a model also strict=
+    and assign=, which not every such method has: pass the arguments by their place."""
     own = owner.load_state_dict
     owner.load_state_dict = lambda state_dict, assign=False, **how: own(state_dict, *how.values())
     yield
@@ -358,8 +360,8 @@ def _by_place(owner) -> Iterator[None]:
 
 
 def _check_sharding(name: str, param: torch.Tensor, state: dict) -> None:
-    """Raise ElasticError for state of this rank's own part alone that is no DTensor: DCP
-    would take one rank's for that of all."""
+    """Raise ElasticError for state that belongs to this rank's part alone and is no DTensor:
+    DCP would take one rank's for that of all."""
     for key, value in state.items():
         is_plain = isinstance(value, torch.Tensor) and not is_sharded(value)
         if is_plain and own_part(param).shape == value.shape != param.shape:
@@ -392,8 +394,8 @@ def size_bytes(run: RunDir, step: int) -> int:
 
 
 def _damage(run: RunDir, saved: Saved, files: Sequence[dict]) -> str:
-    """What is wrong with one of its `files`, else "". TryAgain where the filesystem does
-    not say: that is no damage."""
+    """What is wrong with one of these `files` of a checkpoint, else "". TryAgain if the
+    filesystem does not say: that is no damage."""
     folder = place(run.path / saved.path, saved.writer)
     reasons = (durable.damage(folder / Path(entry["path"]).name, entry) for entry in files)
     return next(filter(None, reasons), "")
@@ -419,7 +421,8 @@ def _read(run: RunDir, step: int) -> tuple[Saved | None, str]:
 
 
 def _prune(run: RunDir, newest: int, keep: int, skipped: set[int]) -> None:
-    """Remove what is older than `newest` and not among the last `keep` that are sound."""
+    """Remove the checkpoints that are older than `newest` and not among the last `keep`
+    that are sound."""
     sound = [step for step in steps(run) if step <= newest and step not in skipped]
     _drop_drafts(run, newest)
     for path in _folder(run).glob(".pruned.*"):
@@ -442,7 +445,7 @@ def _drop_drafts(run: RunDir, newest: int) -> None:
 
 
 def _remove(run: RunDir, step: int) -> None:
-    _record_path(run, step).unlink(missing_ok=True)  # first: what it names is there
+    _record_path(run, step).unlink(missing_ok=True)  # first: a record's files are all there
     remove(_final_path(run, step))
 
 

@@ -1,7 +1,7 @@
 """What torch.distributed.checkpoint (DCP) writes and reads, made durable, and harmless.
 
-Every rank writes, and takes the checksum of, its own file; rank 0 commits, as DCP's last
-step: what came of it is the same on every rank.
+Every rank writes its own file and takes its checksum. Rank 0 commits in DCP's last step,
+so every rank learns of the same success or failure.
 
 DCP's .metadata, and the few values in its files that are no tensors, are pickles. No
 pickle may name anything but DCP's own records and torch's plain values, whatever became
@@ -27,7 +27,7 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.saved.drafts import Draft, Measured
 
 METADATA, RANKS_FILE = ".metadata", "__{}_0.distcp"
-# What .metadata consists of.
+# The records that .metadata consists of, by module.
 RECORDS = {
     "torch": ["Size", *(name for name, it in vars(torch).items() if isinstance(it, torch.dtype))],
     "torch.serialization": ["_get_layout"], f"{dcp.__name__}.filesystem": ["_StorageInfo"],
@@ -37,13 +37,13 @@ RECORDS = {
 
 
 def file_names(world: int) -> list[str]:
-    """What DCP writes with so many ranks."""
+    """The names of the files that DCP writes with so many ranks."""
     return [METADATA, *map(RANKS_FILE.format, range(world))]
 
 
 def cause(error: CheckpointException) -> tuple[str, int | None]:
-    """What failed, on which rank, and the errno if it was the disk, which may have been
-    silent: of several the disk."""
+    """What failed, on which rank, and the errno if it was the disk (one that was silent,
+    too). If several ranks failed, that of the disk is told."""
     causes = {rank: cause for rank, (cause, _) in error.failures.items()}
     refused = [rank for rank, cause in causes.items() if isinstance(cause, OSError | TryAgain)]
     rank = min(refused or causes)
@@ -128,7 +128,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """For .metadata: it calls nothing that a record of DCP's does not consist of."""
+    """Reads .metadata. It makes nothing but the records that DCP's metadata consists of."""
 
     def find_class(self, module, name):
         if (module, name) == ("builtins", "getattr"):  # Python 3.11, of an Enum's member
@@ -139,15 +139,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """DCP's, which would unpickle anything:
-    it gets what plain values were read, pickled anew."""
+    """DCP's planner would unpickle anything. This one gives it the values that were read,
+    if they are plain, pickled anew."""
 
     def load_bytes(self, read_item, value):
         super().load_bytes(read_item, plain(value))
 
 
 def plain(data: io.BytesIO) -> io.BytesIO:
-    """A value that is no tensor, as torch.save writes it, from plain values alone."""
+    """A value as torch.save writes it, made again of what was read; raises if that is not
+    made of plain values alone."""
     value = torch.load(io.BytesIO(data.getvalue()), weights_only=True)
     torch.save(value, anew := io.BytesIO())
     return io.BytesIO(anew.getvalue())

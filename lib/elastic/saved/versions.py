@@ -1,5 +1,5 @@
-"""Versions: the tensors of a committed version, in safetensors files,
-verified by size and xxh3.
+"""Versions: the tensors of a committed version, in safetensors files, verified by size
+and xxh3.
 
     versions/000123/params-00.safetensors   bf16 (buffers: float32), by name: what workers pull, and
                                             what `safetensors.torch.load_file` gives anybody else
@@ -43,8 +43,8 @@ class VersionDraft(drafts.Draft):
     def write_fragment(
         self, layout: Layout, index: int, params: torch.Tensor, momentum: torch.Tensor
     ) -> list[dict]:
-        """Write both files of a fragment (flat, float32);
-        returns their entries for the commit."""
+        """Write both files of a fragment (flat, float32); returns their entries for the
+        commit."""
         published = params if layout.has_buffers(index) else params.to(torch.bfloat16)
         outer = split(layout, index, params, "param/") | split(layout, index, momentum, "momentum/")
         files = {"params": split(layout, index, published), "outer": outer}
@@ -61,13 +61,14 @@ class VersionDraft(drafts.Draft):
 
 
 def remove_drafts(run: RunDir, version: int) -> None:
-    """Settle the versions before this one and remove what lost the race for them.
+    """Settle the versions before this one, and remove the drafts that lost the race for
+    them.
 
     Drafts of later versions stay: their writer may be alive, and just about to link one.
     """
     for folder in (run.path / "versions").glob(".[0-9]*.*"):
         name = re.fullmatch(rf"\.{FOLDER}\..*", folder.name)
-        # One without a commit: that is not seen here yet.
+        # Without a commit the draft stays: the commit may not be seen here yet.
         if name and int(name[1]) < version and (commit := run.commits.of(int(name[1]))):
             drafts.settle(run.version_path(commit.version), commit.writer)
             drafts.drop(folder)
@@ -86,20 +87,20 @@ def read_params(run: RunDir, commit: Commit, layout: Layout, index: int) -> torc
 
 
 def read_exactly(run: RunDir, commit: Commit, layout: Layout, index: int) -> list[torch.Tensor]:
-    """A fragment's parameters and outer momentum: flat, float32.
-    Raises ElasticError if damaged."""
+    """A fragment's parameters and outer momentum: flat, float32. Raises ElasticError if
+    damaged."""
     tensors = durable.insist(load_file, verified(run, commit, f"outer-{index:02d}.safetensors"))
     return [_flat(layout, index, tensors, prefix) for prefix in ("param/", "momentum/")]
 
 
 def verified(run: RunDir, commit: Commit, name: str) -> Path:
-    """The path of a committed file whose size and checksum are right. Raises
-    ElasticError; TryAgain where the filesystem does not say."""
+    """The path of a committed file whose size and checksum are right. Raises ElasticError;
+    TryAgain if the filesystem does not say."""
     entries = {Path(entry["path"]).name: entry for entry in commit.files}
     if name not in entries:
         raise ElasticError(f"version {commit.version} has no file {name}")
     folder = (run.version_path(commit.version), commit.writer)
-    with contextlib.suppress(OSError):  # then it is read where it is
+    with contextlib.suppress(OSError):  # without a name it is read where it is
         drafts.settle(*folder)
     path = drafts.place(*folder) / name
     if reason := durable.damage(path, entries[name]):
@@ -130,10 +131,9 @@ def split(layout: Layout, index: int, flat: torch.Tensor, prefix: str = "") -> d
 
 
 def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> None:
-    """Remove the tensors of versions that are neither among the last `keep` nor an Mth
-    one.
+    """Remove the tensors of old versions, except the last `keep` and every `keep_every`-th.
 
-    With them go drafts and deltas that nobody came back for. The commit records stay:
+    Drafts and deltas that nobody came back for are removed, too. The commit records stay:
     they are the ledger.
     """
     remove_drafts(run, newest - keep + 1)
