@@ -3,10 +3,10 @@
     local -> sync   the trainer loads the newest version; its checkpoints name it as `base_version`
     sync -> local   the master makes the newest checkpoint on top of the newest version the next one
 
-So what has been trained is at any time the newest version, and the newest checkpoint on
-top of it if there is one. A checkpoint says of itself what a commit says: tokens,
-samples, a delta that stands for the trainer. It is nothing to anybody once a version
-follows the one it is based on.
+So at any time the newest version, and the newest checkpoint on top of it if there is one,
+are what has been trained. A checkpoint's record has all that a commit has: tokens,
+samples, a delta that stands for the trainer. Nobody reads the checkpoint any more once
+there is a version after the one that it is based on.
 """
 
 import time
@@ -35,11 +35,11 @@ def to_sync(run: RunDir, version: int, model: nn.Module) -> None:
 
 
 def to_local(run: RunDir, commit: Commit, epoch: int) -> tuple[Commit, list[str]]:
-    """Commit the newest checkpoint on top of `commit`, if it trained anything,
-    as the next version.
+    """Commit the newest checkpoint on top of `commit`, if it trained anything, as the next
+    version.
 
-    Returns the newest commit, and why newer checkpoints were not taken. The outer
-    momentum begins anew: what it remembers was before the checkpoint's steps.
+    Returns the newest commit, and why newer checkpoints were not taken. The outer momentum
+    begins anew: it remembers rounds before the checkpoint's steps.
     """
     writer = f"epoch{epoch}"
     saved, refused, _ = find_newest(run, Group(), commit.version)
@@ -56,7 +56,7 @@ def to_local(run: RunDir, commit: Commit, epoch: int) -> tuple[Commit, list[str]
     draft.commit(layout, files, commit.following(
         master_epoch=epoch, time=time.time(), tokens=trained.tokens, samples=trained.samples,
         deltas=trained.deltas, loss=trained.loss, step=saved.step,
-        # With what was before the checkpoint's steps the next round's loss is not to be compared.
+        # The next round's loss is not compared with those before the checkpoint's steps.
         running={**(commit.running or {}), "loss": 0.0},
     ))  # fmt: skip
     return run.commits.newest(), refused

@@ -28,7 +28,7 @@ class Tensor:
         return math.prod(self.shape)
 
     def of(self, flat):
-        """Its own elements in its fragment's flat tensor: a view."""
+        """This tensor's elements in its fragment's flat tensor: a view."""
         return flat[self.start : self.start + self.numel].view(self.shape)
 
 
@@ -68,8 +68,8 @@ class Layout:
                 for fragment in self.fragments]  # fmt: skip
 
     def has_buffers(self, index: int) -> bool:
-        """Is it a fragment of buffers? They travel as they are, and are averaged,
-        not trained."""
+        """Is it a fragment of buffers? They travel as they are, and are averaged, not
+        trained."""
         return self.fragments[index][0].is_buffer
 
     @classmethod

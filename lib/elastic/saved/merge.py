@@ -1,5 +1,5 @@
-"""Merging: the weighted mean of deltas, and the outer step.
-Shared by master and simulator.
+"""Merging: the weighted mean of deltas, and the outer step. The master and the simulator
+share it.
 
     d_i   = decoded delta, re-anchored if it is late:  d_i + kappa (Theta_v - A_base)
     g     = sum_i w_i c_i d_i / sum_i w_i
@@ -21,10 +21,10 @@ from elastic.saved.codec import TILE
 
 @dataclass(frozen=True)
 class Term:
-    """One delta of a fragment in the mean, and what it is multiplied by: weight times
-    clip over total weight."""
+    """One delta of a fragment in the mean, and the factor that it is multiplied by: weight
+    times clip over total weight."""
 
-    # float32: where each starts, and its elements
+    # Where each tile starts, and its elements (float32).
     tiles: Iterable[tuple[int, torch.Tensor]]
     factor: float
     anchor: torch.Tensor | None = None  # the late delta's base parameters; None: not late
@@ -49,7 +49,7 @@ def mean_delta(
     for term in terms:
         for start, tile in term.tiles:
             mean[start : start + tile.numel()].add_(tile, alpha=term.factor)
-        if term.anchor is not None:  # inf - inf: a constant, which has not moved
+        if term.anchor is not None:  # inf - inf is a constant's, which has not moved: 0
             moved = (params - term.anchor).nan_to_num_(0.0)
             mean.add_(moved, alpha=term.factor * reanchor)
     return mean
@@ -61,8 +61,8 @@ def outer_step(
     """Apply the outer optimizer to a fragment, in place; consumes its `mean`. The bits are
     those of torch.optim.SGD.
 
-    By hand, because torch.optim imports torch's compiler, which takes a new master a
-    second and a half; and by pieces that a cache holds.
+    Written by hand, because torch.optim imports torch's compiler, which takes a new master
+    a second and a half; and in pieces that fit a cache.
     """
     for param, b, g in zip(*(part.split(TILE) for part in (params, momentum, mean)), strict=True):
         if mu > 0:

@@ -1,10 +1,10 @@
 """A worker's replica: the model's parameters, and the buffers that a checkpoint would
 hold, against the base they started the round from.
 
-The base is what the worker loaded, in bf16 as published (buffers in float32), kept on the
-host (pinned when the model is on a GPU), sharded as the parameters are: with FSDP2 each
-rank holds its own part. So rounding never biases the delta, and a delta is made one
-fragment at a time.
+The base is what the worker loaded: in bf16 as published (buffers in float32), kept on the
+host (pinned if the model is on a GPU), and sharded as the parameters are: with FSDP2
+each rank holds its own part. So rounding never biases the delta, and a delta can be made
+one fragment at a time.
 """
 
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ from elastic.base.errors import ElasticError
 from elastic.saved.layout import Layout
 from elastic.train.group import drop_copies, is_sharded, own_part, part_like, sharded_like
 
-HELD = (torch.float32, torch.bfloat16, torch.float16)  # what float32 holds exactly
+HELD = (torch.float32, torch.bfloat16, torch.float16)  # types that float32 holds exactly
 
 
 def shapes(model: nn.Module) -> list[tuple]:
-    """(name, whole shape) of every parameter, in the model's order;
-    of buffers, with True."""
+    """(name, whole shape) of every parameter, in the model's order, and (name, shape, True)
+    of the buffers."""
     parameters = [(name, tuple(param.shape)) for name, param in model.named_parameters()]
     return [*parameters, *((name, tuple(b.shape), True) for name, b in buffers(model).items())]
 
 
 def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Those that are averaged: persistent ones of floats, and counters. Other integers,
-    such as tables and masks, are as the model's code has made them."""
+    """The buffers that are averaged: persistent ones of floats, and counters. Other
+    integers, such as tables and masks, stay as the model's code has made them."""
     kept = model.state_dict(keep_vars=True) if next(model.buffers(), None) is not None else {}
     return {name: buffer for name, buffer in model.named_buffers()
             if name in kept and (is_float(buffer) or buffer.numel() == 1)}  # fmt: skip
@@ -61,8 +61,9 @@ def refuse_other(model: nn.Module, layout: Layout) -> None:
 
 
 def _put(param: torch.Tensor, values: torch.Tensor) -> None:
-    """Set this rank's part. float32 does not hold every integer, and a mean of ones may be
-    0.9999999: one that float32 cannot tell from its value stays, others are rounded."""
+    """Set this rank's part of a tensor. float32 does not hold every integer, and a mean of
+    ones may be 0.9999999: an integer that float32 cannot tell from its new value stays,
+    others are rounded."""
     own = own_part(param)
     if not is_float(own):
         values = values.to(own.device)
@@ -75,7 +76,7 @@ class Replica:
         self.model, self.layout = model, layout
         self._params = dict(model.named_parameters())  # FSDP has others while it computes
         self.base: dict[str, torch.Tensor] = {}
-        # Where a base is not finite, as a mask's -inf: a constant, in every version.
+        # Where a base is not finite, as a mask with -inf: constants, the same in all versions.
         self._constant: dict[str, torch.Tensor] = {}
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -99,22 +100,22 @@ class Replica:
 
     @torch.no_grad()
     def load(self, index: int, values: torch.Tensor) -> None:
-        """Set a fragment's parameters (flat) as exactly as they can hold it;
-        they get no base."""
+        """Set a fragment's parameters (flat) as exactly as their types can. They get no
+        base."""
         for _, param, shard in self._shards(index, values):
             _put(param, shard)
 
     @torch.no_grad()
     def rebase(self, index: int, values: torch.Tensor, delta: torch.Tensor) -> None:
-        """Put what was done since `delta` was taken on top of a published fragment,
-        its new base.
+        """Put the steps taken since `delta` was made on top of a published fragment, the new
+        base.
 
-        θ − (A − d) are those steps, so the next delta holds each of them once.
+        Those steps are θ − (A − d), so the next delta holds each of them once.
         """
         for tensor, param, shard in self._shards(index, values):
             base, local = self.base[tensor.name], own_part(param)
             new = shard.to(base.device)
-            if tensor.is_buffer:  # nothing is lost with what they have seen since
+            if tensor.is_buffer:  # what buffers have seen since may be lost
                 _put(param, new)
             else:
                 since = tensor.of(delta).to(base.device) + (new.float() - base.float())
@@ -122,8 +123,7 @@ class Replica:
             base.copy_(new)
 
     def _shards(self, index: int, values: torch.Tensor) -> Iterator[tuple]:
-        """Each tensor of a fragment, its parameter,
-        and this rank's part of its values."""
+        """Each tensor of a fragment, its parameter, and this rank's part of its values."""
         for tensor in self.layout.fragments[index]:
             param = self.tensor(tensor.name)
             yield tensor, param, part_like(param, tensor.of(values))
@@ -137,7 +137,7 @@ class Replica:
 
     @torch.no_grad()
     def delta(self, index: int, into: torch.Tensor | None = None) -> torch.Tensor:
-        """base - local of a fragment: flat, float32, where the parameters are, or in
+        """base - local of a fragment: flat, float32, on the parameters' device, or in
         `into`. Collective with FSDP2."""
         if into is None:
             device = own_part(self.tensor(self.layout.fragments[index][0].name)).device
@@ -168,8 +168,8 @@ class Replica:
 
     @torch.no_grad()
     def whole(self, index: int) -> torch.Tensor:
-        """A fragment's parameters as they are: flat, float32, on the CPU.
-        Collective with FSDP2."""
+        """A fragment's parameters as they are: flat, float32, on the CPU. Collective with
+        FSDP2."""
         parts = []
         for tensor in self.layout.fragments[index]:
             param = self.tensor(tensor.name)

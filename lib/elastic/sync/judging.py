@@ -8,8 +8,8 @@ from elastic.run.records import Outcome
 def judge(
     code: int, error: str, closing: str, told: str, notice: str, fenced_by: int, is_own: bool
 ) -> End:
-    """The outcome, and why, once the ranks of an attempt have ended. One that crashed need
-    not be the end of the job.
+    """The outcome, and why, once the ranks of an attempt have ended. An attempt that has
+    crashed need not be the end of the job.
 
     `code` is as Popen or a shell writes it; `error`: the exception that they died of, if
     it is known; `closing`: why the run does not go on in this mode, as RunDir says;

@@ -9,8 +9,8 @@ from elastic.sync.resumable import resume_paths
 
 
 class Resume:
-    """`path`: what run.command was given; `older`: how many it is not given, as it died
-    on them."""
+    """`path`: the checkpoint that run.command was given; `older`: how many of the newest
+    ones it is not given, as it died on them."""
 
     def __init__(self, run: RunDir):
         self._run, config = run, run.config()
@@ -22,20 +22,21 @@ class Resume:
         self._at_start = self.there()
 
     def there(self) -> dict[Path, int]:
-        """The whole ones and when they were written, the one to go on from first."""
+        """The whole checkpoints, and when each was written; the one to go on from comes
+        first."""
         return resume_paths(self.folder, self._run.config().sync.resume)
 
     def has_progressed(self, before: dict[Path, int] | None = None) -> bool:
-        """Is there one that was not there before (the job's start), or the one resumed
-        from, written anew? Others are written again on the way to where the ranks died:
-        that has no end."""
+        """Is there a checkpoint that was not there `before` (None: at the job's start), or
+        has the one that was resumed from been written anew? Others may be written again on
+        the way to where the ranks died, and again: that is no progress."""
         before = self._at_start if before is None else before
         return any(written > before.get(path, 0) and (path not in before or path == self.path)
                    for path, written in self.there().items())  # fmt: skip
 
     def choose(self) -> str:
-        """The newest on which the program has not died at once, else the oldest; "":
-        none."""
+        """Choose the newest checkpoint on which the program has not died at once, else the
+        oldest; "": there is none."""
         self.folder.mkdir(parents=True, exist_ok=True)
         there, names = [*self.there()], sorted(os.listdir(self.folder))
         self.path = there[min(self.older, len(there) - 1)] if there else None

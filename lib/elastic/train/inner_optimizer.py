@@ -1,5 +1,5 @@
-"""The inner optimizer of a worker, or those that share its model, as the two of a GAN:
-who sets the learning rates, and whether it takes the parameters that a version brings."""
+"""The inner optimizer of a worker, or several that share its model, as the two of a GAN:
+who sets its learning rates, and whether it trains on the parameters of a version."""
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -15,7 +15,7 @@ from elastic.train.schedule import peak
 
 PROBED = 4096  # elements of a parameter
 RATES = {"lr", "initial_lr", "max_lr", "min_lr"}  # of a group: a schedule sets them
-FEW_STEPS = 8  # they may come close to where the parameters were before by chance
+FEW_STEPS = 8  # so few steps may end by chance close to where the parameters were before
 
 
 class InnerOptimizer:
@@ -64,15 +64,15 @@ class InnerOptimizer:
             group["lr"] = rate
 
     def untrained(self, model: nn.Module) -> str:
-        """Which parameters no optimizer has, as a sentence; "" if none."""
+        """A sentence that says which parameters no optimizer has; "" if there are none."""
         held = {id(param) for group in self.groups for param in group["params"]}
         left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
         some = ", ".join(left[:3])
         return some and f"no optimizer has {some}: give LocalSGD all optimizers, as a list"
 
     def contested(self) -> str:
-        """After a step: that somebody else sets the rates, as a sentence; "" if nobody
-        does."""
+        """After a step: a sentence that says that somebody else sets the rates; "" if
+        nobody does."""
         self._notice_others()
         if not self._has_others:
             return ""
@@ -85,8 +85,8 @@ class InnerOptimizer:
 
 
 def refuse_odd(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise ElasticError if there are parameters to train, or moments, that no version or
-    checkpoint would have."""
+    """Raise ElasticError if the optimizers train parameters, or keep moments, that no
+    version or checkpoint would hold."""
     for optimizer in optimizers:
         for part in filter(lambda part: part.state is not optimizer.state, _parts(optimizer)):
             what = f"{type(optimizer).__name__} hides the state of its {type(part).__name__}"
@@ -100,7 +100,7 @@ def refuse_odd(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The optimizers that it holds."""
+    """The optimizers that an optimizer holds."""
     for value in vars(optimizer).values():
         held = value.values() if isinstance(value, dict) else value
         for each in held if isinstance(value, dict | list | tuple) else [value]:
@@ -118,14 +118,14 @@ def keep_types(held: dict, saved: dict) -> None:
 
 
 def numbers(group: dict) -> dict:
-    """Those of a parameter group, but for the learning rates."""
+    """The numbers of a parameter group, except the learning rates."""
     kinds = int | float | torch.Tensor
     return {name: value for name, value in group.items() if name not in RATES
             and isinstance(value, kinds) and not isinstance(value, bool)}  # fmt: skip
 
 
 class Probe:
-    """Whether steps start from where a version has put the parameters.
+    """Finds out whether steps start from where a version has put the parameters.
 
     An optimizer with float32 copies of its own starts them from its copies, and no
     version is ever trained on: its first step brings the parameters back to where they
@@ -133,8 +133,9 @@ class Probe:
     """
 
     def __init__(self, model: nn.Module, near: float, may_ignore: int):
-        """A step has gone back if it ends `near` where the parameters were, in parts of the
-        way that a version has put them. So many in a row may do that by chance."""
+        """A step has gone back if it ends near where the parameters were before: `near` is a
+        part of the way that the version has moved them. `may_ignore`: of so many versions in
+        a row that may happen by chance."""
         self._near, self._may_ignore = near, may_ignore
         self._param = max(model.parameters(), key=lambda p: p.numel() if p.requires_grad else -1)
         self._before = self._placed = None
@@ -146,12 +147,13 @@ class Probe:
         self._before = self._values()
 
     def placed(self, steps: int) -> None:
-        """It is in the model, so many steps away from where that was; 0: nobody knows."""
+        """It is in the model, and its parameters are so many steps away from those before;
+        0: nobody knows how many."""
         self._placed, self._counts = self._values(), not 0 < steps < FEW_STEPS
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """After a step: ElasticError if too many versions have been ignored. Looks at the
-        first step of each alone."""
+        """After a step: ElasticError if too many versions have been ignored. Only the first
+        step after each version is looked at."""
         if self._before is None:
             return
         way, back = (self._placed - self._before).norm(), (self._values() - self._before).norm()

@@ -1,13 +1,13 @@
-"""Do all ranks come, and can their nodes talk? Asked before the first collective, which
-would hang.
+"""Do all ranks come, and can their nodes talk? This is asked before the first collective,
+which would hang.
 
-All this needs is a store: where all ranks are on one node a file that only its owner can
-open, else a server of rank 0's, at MASTER_ADDR and no other address. Every rank says who
-it is; rank 0 waits for all of them and says who leads the nodes (LOCAL_RANK 0). Each
+All it needs is a store: if all ranks are on one node, a file that only its owner can
+open, else a server of rank 0, at MASTER_ADDR and no other address. Every rank says who it
+is; rank 0 waits for all of them and says which ranks lead the nodes (LOCAL_RANK 0). Each
 leader listens on the interface that Gloo will use, and connects to every other leader:
-the kernel's handshake is the proof, so nobody accepts. Rank 0 collects what failed, and
-all ranks raise the same sentence. On one node only the roll is called, which takes
-milliseconds.
+the kernel's handshake is the proof, so nobody accepts. Rank 0 collects the failures, and
+all ranks raise the same sentence. On one node the ranks only say that they are there,
+which takes milliseconds.
 """
 
 import json
@@ -37,8 +37,8 @@ Peer = namedtuple("Peer", "rank node leads address interface port")
 
 
 def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
-    """The store of this job, once all are there and reach each other. Raises
-    ElasticError."""
+    """The store of this job, once all ranks are there and their nodes reach each other.
+    Raises ElasticError."""
     node, host, port = node_name(), env("MASTER_ADDR"), env("MASTER_PORT")
     address, name = _own_address(host)
     leads = env("LOCAL_RANK", "0") == "0"
