@@ -176,8 +176,8 @@ class Launcher:
         """Start the ranks of an attempt: one process for each, or the `srun` that stands for
         all of them."""
         config, gpus_per_node = self.config, self._gpus_per_node()
-        self.gpus = len(self._nodes) * gpus_per_node
         meeting = self._meet()
+        self.gpus = len(self._nodes) * gpus_per_node
         self._record()
         shared = self._environment() | meeting
         program = [str(elastic_home() / "sbatch/rank.sh"), *config.slurm.rank_prefix]
