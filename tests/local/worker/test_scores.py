@@ -130,7 +130,8 @@ def test_a_long_validation_keeps_one_worker_and_the_other_trains_on(tmp_path: Pa
         def at_it() -> list[int]:
             return [slot.slot for slot in run.slots().values() if slot.state == "validating"]
 
-        run.workers(2)
+        # Not two that train: one may validate before the other has begun.
+        run.until(lambda: len(run.slots()) == 2, 60, "two workers")
         run.until(at_it, 60, "a validation")
         run.versions(6)
         assert (len(at_it()), numbers(run)) == (1, [])

@@ -1,8 +1,6 @@
 """What comes in for the open round: offers are judged, bytes checked, refusals told."""
 
-import contextlib
 import re
-from collections.abc import Sequence
 from concurrent.futures import Future
 
 from elastic.base.durable import UNREAD_S
@@ -13,7 +11,7 @@ from elastic.local.master.open_round import OpenRound
 from elastic.local.master.server import Server
 from elastic.local.rounds import Judgement, Rule, Verdict
 from elastic.run.ledger import Key, Owner
-from elastic.run.records import Commit, Header
+from elastic.run.records import Header
 
 MOST_REASON = 300  # characters: it may quote what is wrong
 
@@ -113,14 +111,3 @@ class Intake:
             for name, body in run.offers.left(base):
                 if (base, name) not in merged:
                     self.take(base, name, body)
-
-    def tell_reverted(self, commit: Commit, reason: str, void: Sequence[Header]) -> None:
-        """Tell the workers that trained on the version which `commit` reverts. Nothing
-        depends on it: there is a newer version for all of them."""
-        version = commit.taken_back
-        what = f"version {version} is taken back: {reason}"
-        with contextlib.suppress(TryAgain):
-            self.server.run.event("taken-back", version=version, reason=reason)
-            for header in void:
-                why = rounds.refusal(Rule.TAKEN_BACK, what)
-                self.reject(f"{header.slot}:{header.attempt}", why, header.base)

@@ -324,7 +324,8 @@ class Master:
             return
         self._after_commit(commit, closing.reverts or why)
         if closing.reverts:
-            self.intake.tell_reverted(commit, closing.reverts, closing.void)
+            # The next round refuses the deltas that were made on it, and tells their workers.
+            self.run.event("taken-back", version=commit.taken_back, reason=closing.reverts)
 
     def _after_commit(self, commit: Commit, reason: str) -> None:
         """Open the next round, then announce: the commit stands, also without Redis."""

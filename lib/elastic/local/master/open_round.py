@@ -30,13 +30,11 @@ from elastic.run.records import Commit, Delta, Header
 @dataclass(frozen=True)
 class Closing:
     """How a round ends: the recipe of the next version, and its commit, but for the files.
-    `reverts`: why the newest version is reverted, else ""; `void`: the deltas that were made
-    on that."""
+    `reverts`: why the newest version is reverted, else ""."""
 
     recipe: Recipe
     commit: Commit
     reverts: str = ""
-    void: tuple[Header, ...] = ()
 
 
 @dataclass
@@ -198,7 +196,7 @@ class OpenRound:
         if reverts:
             how, said = recipe.reverted(self.commit)
             commit = replace(self._following((), epoch, now), **said)
-            return Closing(how, commit, reverts, headers)
+            return Closing(how, commit, reverts)
         how, said = recipe.merged(deltas, self.commit, self.settings)
         commit = self._following(tuple(checked.delta for checked in deltas), epoch, now)
         return Closing(how, replace(commit, **said))
