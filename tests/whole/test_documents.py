@@ -376,7 +376,7 @@ def test_the_task_in_the_readme_is_the_protocol():
 
     assert methods(protocol).items() <= methods(shown).items()
     optional = methods(shown).keys() - methods(protocol).keys() - {"__init__"}
-    assert [name for name in optional if f"`{name}(" not in ast.get_docstring(protocol)] == []
+    assert [name for name in optional if f"{name}(" not in ast.get_docstring(protocol)] == []
 
 
 def loop_of(document: Path, batches: int) -> str:

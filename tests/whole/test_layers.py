@@ -17,19 +17,19 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 1012,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1407,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1723,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 985,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1091,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 590,  # local mode: what both sides of the wire speak
-    "local/worker": 1395,  # one slot: hold the lease, train, deliver
-    "local/master": 1131,  # one master: Redis, samples, rounds, commits
-    "sync": 972,  # sync mode: one job that resizes
-    "people": 2018,  # what a person asks and sees
-    "lab": 1254,  # trying and proving; nothing imports it
-    "commands": 455,  # click: options, checks, exit codes
-    ".": 179,  # the public names, and the tasks that come along
+    "base": 1023,  # one home for each thing outside: files, settings, signals, processes, network
+    "run": 1393,  # one run on disk: its folder, its records, its samples, its proof
+    "jobs": 1677,  # jobs on a cluster: what is there, what should be, one pass
+    "train": 1013,  # a process with torch: the task, its ranks, its device, its health
+    "saved": 972,  # tensors on disk, committed by link(): what both modes begin with
+    "local": 588,  # local mode: what both sides of the wire speak
+    "local/worker": 1397,  # one slot: hold the lease, train, deliver
+    "local/master": 1122,  # one master: Redis, samples, rounds, commits
+    "sync": 1048,  # sync mode: one job that resizes
+    "people": 2154,  # what a person asks and sees
+    "lab": 1189,  # trying and proving; nothing imports it
+    "commands": 458,  # click: options, checks, exit codes
+    ".": 187,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),
          ("sync", "local/master")]  # fmt: skip

@@ -18,9 +18,6 @@ from elastic.base.durable import log_what_fits
 from elastic.base.errors import ElasticError, Exit, Fenced
 from elastic.base.signals import install
 
-# Objects made before the collector looks for garbage. Python's 700 took 4 of the 5 seconds in
-# which rank 0 reads what 256 ranks plan for a checkpoint, beside its training.
-GARBAGE = 100_000
 PROGRAMS = {
     "master": "elastic.local.master.master",
     "trainer": "elastic.sync.trainer",
@@ -37,7 +34,9 @@ def main() -> int:
     gc.disable()
     program = importlib.import_module(PROGRAMS[name])
     gc.freeze()
-    gc.set_threshold(GARBAGE)
+    # Python's 700 took 4 of the 5 seconds in which rank 0 reads what 256 ranks plan for a
+    # checkpoint, beside its training.
+    gc.set_threshold(100_000)
     gc.enable()
     try:
         return program.run(notice)

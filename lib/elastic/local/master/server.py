@@ -110,11 +110,8 @@ class Server:
         self.store.set_attempts(self.attempts)
 
     def disown_older(self) -> None:
-        """Make workers leave the server of the master before: if that master hangs, its
-        server answers for hours."""
-        older = self.run.endpoint()
-        if older and older.epoch == self.endpoint.epoch:
-            return  # this master's own server, which is gone
+        """Make workers leave the server before this one: if its master hangs, it answers
+        for hours."""
         with contextlib.suppress(ElasticError):  # it is gone, or is this one (the site's)
             older = WorkerStore.open(self.run)
             older.disown()
