@@ -236,7 +236,7 @@ class Launcher:
         config, is_in_slurm = self.config, bool(env("SLURM_JOB_ID"))
         if is_in_slurm:
             options, places = config.slurm.srun_options, [{}]
-            command = sched_slurm.step_argv(len(self._nodes), per_node, command, options)
+            command = sched_slurm.step_argv(self._nodes, per_node, command, options)
         else:
             places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(per_node)}
                       for rank in range(per_node)]  # fmt: skip
