@@ -190,6 +190,21 @@ def test_whatever_a_model_calls_its_layers_it_is_sharded(alone, kind):
     assert sum(isinstance(module, FSDPModule) for module in model.modules()) == units
 
 
+def test_a_property_says_where_the_layers_of_a_library_s_model_are(alone):
+    class Theirs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = torch.nn.Module()
+            self.model.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    model = Theirs()
+    before = [*model.state_dict()]
+    type(model).layers = property(lambda self: self.model.layers)
+    device.shard(model, CONFIG, torch.device("cpu"))
+    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == 3 + 1
+    assert [*model.state_dict()] == before
+
+
 def test_shards_validate_and_train_as_a_whole_model_does():
     """A first pass under inference_mode() left tensors that never train; a second one scored the
     parameters of the first; Muon did not take a matrix with fewer rows than there are ranks."""
