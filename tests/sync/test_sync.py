@@ -27,7 +27,7 @@ from elastic.jobs import cadence
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Shuffle
 from elastic.run.sound import SCORES
-from elastic.saved.checkpoint import Checkpoints, find_newest, read_params
+from elastic.saved.checkpoint import Checkpoints, find_newest, read_params, reader_of
 from elastic.saved.layout import Layout
 from elastic.saved.replica import shapes
 from elastic.sync.batches import Batches
@@ -503,7 +503,7 @@ def test_a_validation_that_a_notice_ends_leaves_no_other_parameters(tmp_path, un
         assert run.ended(job.job_id)["outcome"] == "yielded"
         saved, _, _ = find_newest(run.run, Group())
         (tensors,) = Layout.of(shapes(Net()), math.inf).fragments
-        held = read_params(run.run, saved, tensors)
+        held = read_params(reader_of(run.run, saved), tensors)
         lines = finish(run)
         env = environment(run.home, PYTHONPATH=str(TESTS))
         told = [elastic("evaluate", run.run.path, env=env) for _ in range(2)]
