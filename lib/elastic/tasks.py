@@ -233,8 +233,8 @@ class TokenFile:
 
     def __getitem__(self, window: slice) -> Tensor:
         start, stop, _ = window.indices(self.length)
-        each = self.dtype.itemsize
-        data = os.pread(_opened(self.path).fileno(), (stop - start) * each, start * each)
+        file, each = _opened(self.path), self.dtype.itemsize
+        data = os.pread(file.fileno(), (stop - start) * each, start * each)
         if len(data) < (stop - start) * each:
             raise ElasticError(f"token file {self.path} is shorter than it was: it ends at {stop}")
         ids = torch.frombuffer(bytearray(data), dtype=self.dtype).long()
@@ -245,8 +245,7 @@ class TokenFile:
         return ids
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)  # a process may have only so many open files
 def _opened(path: Path) -> BinaryIO:
-    """Opened once per process. Read and not mapped: a mapping may not be larger than the
-    memory."""
+    """The file, to be read and not mapped: a mapping may not be larger than the memory."""
     return path.open("rb", buffering=0)

@@ -399,14 +399,14 @@ def test_a_planted_pickle_is_skipped_for_what_it_is(run, tmp_path):
 
 
 def test_a_pickle_that_is_planted_after_the_check_calls_nothing(run, tmp_path, monkeypatch):
-    path, real = saved(run) / ".metadata", Checkpoints.newest
+    path, real = saved(run) / ".metadata", checkpoint.find_newest
 
-    def checked(self, base: int = 0):
-        answer = real(self, base)
+    def checked(*which):
+        answer = real(*which)
         path.write_bytes(pickle.dumps(Evil(os.mkdir, str(tmp_path / "loot"))))
         return answer
 
-    monkeypatch.setattr(Checkpoints, "newest", checked)
+    monkeypatch.setattr(checkpoint, "find_newest", checked)
     with pytest.raises(ElasticError, match=r"\.metadata names posix\.mkdir"):
         loaded(run)
     assert not (tmp_path / "loot").exists()

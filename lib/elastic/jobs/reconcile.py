@@ -247,7 +247,7 @@ class _Pass:
         for action in [each for each in planned if each.verb != WAIT]:
             if self.dry_run:
                 self._tell(action)
-            elif verbs[action.verb](action) is False:  # of a submission: no more is taken
+            elif verbs[action.verb](action) is False:  # a submission: not taken, or no answer
                 break
         if not self.memory.closing and self.run.failed():
             # A first refusal has ended the run: cancel what was submitted before it.

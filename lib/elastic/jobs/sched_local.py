@@ -197,7 +197,7 @@ class LocalScheduler:
                 create_once(self._path(job_id, "cause"), b"ENDED")
                 create_once(self._path(job_id, "swept"), b"")
             if time.time() - self._path(job_id, "cause").stat().st_mtime > KEEP_S:
-                # The claim last: without one the job would count as pending.
+                # The claim last: while it is there no late first process can make one.
                 for kind in ("json", "devices", "cause", "swept", "claim"):
                     self._path(job_id, kind).unlink(missing_ok=True)
 

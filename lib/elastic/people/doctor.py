@@ -98,7 +98,7 @@ def _association(config: Config, cluster: Mapping[str, str]) -> dict[str, str]:
 
 def _disk(config: Config, clocks: dict[str, float]) -> Disk:
     """What the folder of runs can do, and how fast."""
-    there = check_private(submission.nearest(runs_root()), is_above=True)
+    check_private(there := submission.nearest(runs_root()), is_above=True)
     place = {"prefix": ".elastic-doctor-", "dir": there, "ignore_cleanup_errors": True}
     try:
         with tempfile.TemporaryDirectory(**place) as folder:

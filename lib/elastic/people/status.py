@@ -7,8 +7,8 @@
 Workers come from Redis when it answers, else from what the jobs wrote into the run
 directory, and the reason says so. Jobs come from one question to the scheduler for all
 runs; what the next pass would do follows from the same listing. Nothing is changed by
-looking. A table of many runs costs little for each: it counts workers by their jobs, and
-asks no Redis.
+looking. A table of many runs costs little for each: of most it counts workers by their
+jobs, and asks no Redis.
 
     state    running   workers train (or load, or deliver)      done     finished
              waiting   it wants to run, and no worker is there  failed   `reason` says why

@@ -51,7 +51,7 @@ def tried(config: Config, cluster: Mapping[str, str]) -> dict | Unknown:
     ), None)  # fmt: skip
     scheduler = sched_slurm.SlurmScheduler()
     given = clean_environment() | {"ELASTIC_TRY": "1"}
-    there = durable.check_private(submission.nearest(runs_root()), is_above=True)
+    durable.check_private(there := submission.nearest(runs_root()), is_above=True)
     place = {"prefix": "elastic-try-", "dir": there}
     with tempfile.TemporaryDirectory(**place, ignore_cleanup_errors=True) as name:
         folder = Path(name)

@@ -54,7 +54,7 @@ class Wishes:
 
     def __init__(self, rank: Rank, notice: Notice):
         self._rank, self.notice = rank, notice
-        notice.window_s = float(env("ELASTIC_NOTICE_S") or KILL_WAIT_S)
+        notice.window_s = float(env("ELASTIC_NOTICE_S", "0")) or KILL_WAIT_S
         self._epoch = self._version = 0
         self._control_at = 0.0
 

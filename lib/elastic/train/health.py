@@ -23,7 +23,7 @@ import torch.distributed as dist
 from elastic.base.durable import in_background
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError, UnfitNode
-from elastic.base.signals import KILL_WAIT_S, Notice, die_with_parent, ignore_notices, install
+from elastic.base.signals import Notice, die_with_parent, ignore_notices, install
 from elastic.train.group import Group, is_sharded
 
 ACTIONS = ("warn", "skip", "rollback", "stop")
@@ -210,7 +210,7 @@ class ShutdownHandler:
 
     def __init__(self, notice_s: float | None = None, notice: Notice | None = None):
         self.notice = install() if notice is None else notice
-        self.notice.window_s = notice_s or KILL_WAIT_S
+        self.notice.window_s = notice_s or self.notice.window_s
 
     def __bool__(self) -> bool:
         return bool(self.notice)
