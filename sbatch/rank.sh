@@ -54,7 +54,7 @@ open_log() {
     printf -v said '== %(%FT%T%z)T job %s restart %s attempt %s node %s rank %s/%s' -1 \
         "${SLURM_JOB_ID:-${ELASTIC_JOB_ID:-none}}" "${SLURM_RESTART_COUNT:-0}" \
         "${ELASTIC_ATTEMPT:-1}" "${node}" "${RANK}" "${WORLD_SIZE}"
-    # Through another user's link or folder the words would go into any file.
+    # Through a link, or a folder of another user's, the words would go into any file.
     if ! { (umask 022 && mkdir -p "${log%/*}") && [[ -O "${log%/*}" && ! -L "${log}" ]] && echo "${said}" >>"${log}"; }; then
         echo "rank ${RANK} has no log of its own" >&2
         return 0

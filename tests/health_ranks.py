@@ -39,7 +39,7 @@ def wait() -> None:
 def ranks() -> None:
     """Judge three steps of which rank 1 sees a bad one, then ping before and after a fault."""
     dist.init_process_group("gloo")
-    group = Group.here(dist.get_world_size())
+    group = Group.here(dist.get_world_size(), "cpu")
     detector = NaNDetector("skip", group, max_bad=1)
     losses = [1.0, float("nan"), float("inf")] if group.rank == 1 else [1.0, 1.0, 1.0]
     say([detector.check(torch.tensor(loss), 1.0) for loss in losses])

@@ -118,7 +118,7 @@ def test_it_is_silent_on_a_good_cluster_and_leaves_nothing_behind(site, home):
             if each["verdict"] in ("WARN", "FAIL")} == {}  # fmt: skip
     skipped = {name for name, each in found.items() if each["verdict"] == "SKIP"}
     assert skipped <= {"limits", "gpus"}
-    weighed = r"3 s .*; a save takes \S+ s \(\S+ s for what counts\): [\d.]+ MB at .*B/s"
+    weighed = r"2 s .*; a save takes \S+ s \(\S+ s for what counts\): [\d.]+ MB at .*B/s"
     assert re.fullmatch(weighed, found["notice"]["seen"])
     assert re.fullmatch(r"\d+\.\d+, \S+, over TLS", found["redis"]["seen"])
     left = set(os.listdir(tempfile.gettempdir())) - before
@@ -179,7 +179,7 @@ def test_a_grace_time_that_is_shorter_than_the_save_is_named(quick, monkeypatch)
     monkeypatch.setitem(doctor.PROBES, "save", lambda: Save(60e9, 60e9))
     ((name, (verdict, seen)),) = bad().items()
     assert (name, verdict) == ("notice", "FAIL")
-    notice = r"3 s \(GraceTime=2, KillWait=2\)"
+    notice = r"2 s \(GraceTime=2, KillWait=2\)"
     assert re.fullmatch(rf"{notice}; a save takes \S+ s: 60 GB at .*B/s", seen)
 
 

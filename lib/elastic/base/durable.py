@@ -1,4 +1,4 @@
-"""Files that are either not there or whole: the only ways this project writes to disk.
+"""Files that are either not there or whole: the ways in which this project writes small files.
 
     write_atomic      replace a file durably: temporary name, fsync, rename
     replace_quickly   the same without fsync, for hints: a crash may lose them

@@ -84,13 +84,15 @@ def torch_program(name: str) -> list[str]:
 def keep_compiled() -> None:
     """Choose a folder of the user's own for what torch compiles. torch unpickles what it
     finds there, and its own choice is a name in /tmp that another user may have taken."""
+    if env("TORCHINDUCTOR_CACHE_DIR"):
+        return
     folder = Path(tempfile.gettempdir()) / f"elastic-compiled-{os.getuid()}"
     try:
         make_folder(folder, 0o700)
         check_private(folder)
     except ElasticError:  # it is taken: this process compiles anew
         folder = tempfile.mkdtemp()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def runs_root() -> Path:

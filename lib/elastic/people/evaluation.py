@@ -55,9 +55,9 @@ def of_version(run: RunDir, commit: Commit) -> dict[str, float]:
 def of_checkpoint(run: RunDir, saved: Saved) -> dict[str, float]:
     """Scores of a checkpoint."""
     with _task(run) as (task, model):
-        replica = Replica(model, Layout.of(shapes(model), math.inf))
+        replica, reader = Replica(model, Layout.of(shapes(model), math.inf)), reader_of(run, saved)
         for index, tensors in enumerate(replica.layout.fragments):
-            replica.load(index, read_params(reader_of(run, saved), tensors))
+            replica.load(index, read_params(reader, tensors))
         return score(task, model)
 
 

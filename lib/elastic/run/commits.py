@@ -29,8 +29,8 @@ class Commits(Part):
     def told_version(self) -> int:
         """Number of the newest commit by the hint `newest.json`, else by the folder's names.
 
-        For workers. Unlike `newest_version` it never asks for a name that is not there yet,
-        which a network filesystem would remember (`durable.names`).
+        For those who follow a master. Unlike `newest_version` it never asks for a name that
+        is not there yet, which a network filesystem would remember (`durable.names`).
         """
         path = self.run.path / "newest.json"
         with contextlib.suppress(ElasticError):

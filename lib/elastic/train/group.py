@@ -75,7 +75,7 @@ class Group:
         self.patience_s = min(UNREAD_S, timeout_s / 4)
 
     @classmethod
-    def here(cls, world: int, device: torch.device | str = "cpu") -> "Group":
+    def here(cls, world: int, device: torch.device | str) -> "Group":
         """This process among the `world` ranks of its worker, as its own code has joined
         them, with its model on `device`."""
         if world == 1:

@@ -8,8 +8,8 @@
     close      the recipe of the next version, and what its commit says
     after      the round on top of that version
 
-It moves samples in the run's ledger as it judges. The ledger and the paces of workers are
-handed on to the next round, nothing else.
+It moves samples in the run's ledger as it judges. Of what it has learned only the ledger
+and the paces of workers are handed on to the next round.
 """
 
 import json

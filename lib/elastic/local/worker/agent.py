@@ -75,7 +75,7 @@ class Training:
 
     def exit_code(self) -> int | None:
         """That of the first rank that crashed, else of the first that a notice ended, else
-        0. None while ranks run, or orphans."""
+        0. None while all ranks run, and while a notice has left orphans."""
         codes = [process.poll() for process in self.processes]
         failed = [_as_signal(code) for code in codes if code]
         if crashes := [code for code in failed if -code not in NOTICES]:
