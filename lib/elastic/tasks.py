@@ -236,7 +236,7 @@ class TokenFile:
         file, each = _opened(self.path), self.dtype.itemsize
         data = os.pread(file.fileno(), (stop - start) * each, start * each)
         if len(data) < (stop - start) * each:
-            raise ElasticError(f"token file {self.path} is shorter than it was: it ends at {stop}")
+            raise ElasticError(f"token file {self.path} is shorter than it was", "restore the file")
         ids = torch.frombuffer(bytearray(data), dtype=self.dtype).long()
         if (largest := int(ids.max())) >= self.vocabulary:
             what = f"token file {self.path}: id {largest} after token {window.start}, but the model"

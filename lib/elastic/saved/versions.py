@@ -112,7 +112,7 @@ def parts_of_file(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryvi
     """A safetensors file: the header's length, the header, and each tensor's own memory.
 
     By hand, because the library's `save` copies the file twice, and lets no other thread
-    run meanwhile: 16 threads wrote a version of 7B no faster than two.
+    run meanwhile: a file of 268 MB took 0.53 s for 0.14 s, and others waited for 0.2 s.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
