@@ -1,11 +1,14 @@
 """Ranks that share a small model by FSDP2: `python sharded_ranks.py WHAT ...`, over gloo."""
 
+import math
 import sys
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
+from elastic.saved.layout import Layout
+from elastic.saved.replica import Replica, shapes
 from elastic.train.device import build_model, join_group
 from elastic.train.group import Group, own_part
 from elastic.train.optimizers import default_optimizer
@@ -68,6 +71,17 @@ def other_values(group: Group) -> None:
     task.validate = validate
     said = score(task, model)
     assert (said["before"] > 0, said["after"]) == (True, 0.0), said
+
+
+def restored(group: Group) -> None:
+    """A round that is void goes back to its base, also after a pass without a backward one."""
+    model = build_model(Task(), CONFIG, group.device, group)
+    replica = Replica(model, Layout.of(shapes(model), math.inf))
+    with torch.no_grad():
+        assert model(INPUT).count_nonzero()
+        replica.adopt(0, torch.zeros(replica.layout.numels[0], dtype=torch.bfloat16))
+        replica.restore()
+        assert not model(INPUT).count_nonzero()
 
 
 def muon(group: Group) -> None:

@@ -208,7 +208,7 @@ def test_a_property_says_where_the_layers_of_a_library_s_model_are(alone):
 def test_shards_validate_and_train_as_a_whole_model_does():
     """A first pass under inference_mode() left tensors that never train; a second one scored the
     parameters of the first; Muon did not take a matrix with fewer rows than there are ranks."""
-    run_ranks(3, "sharded_ranks.py", "inference", "other_values", "muon")
+    run_ranks(3, "sharded_ranks.py", "inference", "other_values", "restored", "muon")
 
 
 def built(folder, kind: str, world: int = 3) -> list[dict]:
