@@ -12,12 +12,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from signal import SIGKILL, SIGSTOP
+from signal import SIGABRT, SIGKILL, SIGSTOP
 from typing import NamedTuple
 
 from elastic.base.errors import ElasticError
 
 END_TIMEOUT_S = 10.0
+STACKS_S = 2.0  # for a process to print its stacks
 POLL_S = 0.02
 
 
@@ -92,6 +93,16 @@ def kill_all(find: Callable[[], set[int]]) -> None:
         if time.monotonic() > deadline:
             raise ElasticError(f"cannot kill processes {left}", "are they another user's?")
         time.sleep(POLL_S)
+
+
+def abort(pids: Iterable[int]) -> None:
+    """SIGABRT these processes one after the other: the stacks that they print would mix
+    where they share a pipe."""
+    for pid in sorted(pids):
+        send([pid], SIGABRT)
+        deadline = time.monotonic() + STACKS_S
+        while Process.of(pid) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
 
 def send(pids: Iterable[int], number: int) -> None:

@@ -26,7 +26,6 @@ from elastic.run.rundir import RunDir
 
 MARK = "ELASTIC_RANK"  # RUN_DIR:JOB_ID.ATTEMPT.RANK, in the environment of all its processes
 SILENT_S = 600.0  # then the GPUs may go to a node whose filesystem answers
-ABORT_S = 0.5  # for a rank to print its stacks, between SIGABRT and SIGKILL
 
 
 class Program:

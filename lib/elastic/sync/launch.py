@@ -39,7 +39,7 @@ from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import TRAINER
 from elastic.jobs.passes import Passes, reconcile_now
-from elastic.jobs.program import ABORT_S, Program, run_job, start_rank
+from elastic.jobs.program import Program, run_job, start_rank
 from elastic.jobs.slurm_info import get_slurm_info, log_job_info, notice_here, with_end_time
 from elastic.run import wording
 from elastic.run.records import WANTED, Outcome
@@ -388,8 +388,9 @@ class Ranks:
         self.error = f"no output and no new checkpoint for {limit_s}"
         if job_id := env("SLURM_JOB_ID"):
             sched_slurm.signal_steps(job_id, "ABRT")
-        proc.send(self._here(), signal.SIGABRT)
-        time.sleep(ABORT_S)
+            time.sleep(proc.STACKS_S)
+        else:
+            proc.abort({process.pid for process in self._processes} | self._here())
         return -signal.SIGABRT
 
     def end(self, code: int | None) -> None:

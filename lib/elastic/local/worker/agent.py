@@ -37,7 +37,7 @@ from elastic.base.signals import KILL_WAIT_S, NOTICES, Notice, install
 from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run, name_of
 from elastic.jobs.history import WORKER
-from elastic.jobs.program import ABORT_S, Program, run_job, start_rank
+from elastic.jobs.program import Program, run_job, start_rank
 from elastic.jobs.slurm_info import notice_here
 from elastic.local.worker_store import WorkerStore
 from elastic.run import wording
@@ -104,10 +104,12 @@ class Training:
         for process in self.processes:
             process.send_signal(number)
 
-    def strike(self, number: int) -> None:
-        """Signal them, and all processes that they have started."""
-        self.signal(number)
-        proc.send(self.family(), number)
+    def pids(self) -> set[int]:
+        """These processes, and all that they have started."""
+        return {process.pid for process in self.processes} | self.family()
+
+    def kill(self) -> None:
+        proc.send(self.pids(), signal.SIGKILL)
 
     def send_away(self, within_s: float) -> None:
         """Send them a notice, once; they are killed if they still live after `within_s`."""
@@ -344,7 +346,7 @@ class Agent:
                     self._leave_if_over(training)
                     self.beat(training)
                 if time.monotonic() > training.kill_at:
-                    training.strike(signal.SIGKILL)
+                    training.kill()
         except Fenced:
             code = Exit.DO_NOT_RESTART
         finally:
@@ -379,9 +381,8 @@ class Agent:
         if (still_s := training.still_s()) > self.config.health.hang_timeout_s:
             self.program.event("hang", seconds=round(still_s))
             training.said += b"agent  no sign of life for %.0f s: killed\n" % still_s
-            training.strike(signal.SIGABRT)  # prints its stacks
-            time.sleep(ABORT_S)
-            training.strike(signal.SIGKILL)
+            proc.abort(training.pids())
+            training.kill()
 
     def _leave_if_deserted(self, training: Training) -> None:
         """Give the GPUs back if there has been no master for `health.master_wait`, and so
