@@ -23,20 +23,22 @@ INPUT = torch.arange(28.0).reshape(4, 7).sin()
 class Task:
     """Layers of so many rows; the root has a head of its own."""
 
-    def __init__(self, rows: int = 8):
-        self.rows = rows
+    def __init__(self, *rows: int):
+        self.rows = rows or (8,)
 
     def model(self) -> nn.Module:
         class Net(nn.Module):
-            def __init__(self, rows: int):
+            def __init__(self, *rows: int):
                 super().__init__()
-                self.layers = nn.ModuleList([nn.Linear(7, rows)])
-                self.head = nn.Linear(rows, 3)
+                self.layers = nn.ModuleList(map(nn.Linear, (7, *rows), rows))
+                self.head = nn.Linear(rows[-1], 3)
 
             def forward(self, given: torch.Tensor) -> torch.Tensor:
-                return self.head(self.layers[0](given).tanh())
+                for layer in self.layers:
+                    given = layer(given).tanh()
+                return self.head(given)
 
-        return Net(self.rows)
+        return Net(*self.rows)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) -> None:
@@ -85,9 +87,9 @@ def restored(group: Group) -> None:
 
 
 def muon(group: Group) -> None:
-    """Matrices of fewer rows than there are ranks, and of more."""
-    for rows in (1, 2, 3, 4, 7):
-        task = Task(rows)
+    """Matrices of fewer rows than there are ranks, and of more; fewer matrices, and more."""
+    for rows in ((1,), (2,), (4,), (7, 7), (4, 1, 5), (5, 8, 2, 7, 3)):
+        task = Task(*rows)
         models = [build_model(task, CONFIG, group.device, each) for each in (Group(), group)]
         for model in models:
             steps(model, default_optimizer(model, MUON))

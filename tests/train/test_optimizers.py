@@ -4,9 +4,6 @@
 """
 
 import copy
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +19,6 @@ from elastic.train.optimizers import (
     hidden_matrices,
     optimizer_of,
 )
-from helpers import ROOT
 
 TRAIN = SimpleNamespace(
     optimizer="muon", learning_rate=0.02, weight_decay=0.1, beta1=0.9, beta2=0.95
@@ -137,34 +133,6 @@ def test_what_a_parametrization_computes_is_no_parameter(norm, place):
 def test_a_frozen_model_has_no_optimizer():
     with pytest.raises(ValueError, match="empty parameter list"):
         default_optimizer(net().requires_grad_(False), TRAIN)
-
-
-OLD = """
-import torch
-from types import SimpleNamespace
-del torch.optim.Muon
-from elastic.base.errors import ElasticError
-from elastic.train.optimizers import default_optimizer
-
-train = SimpleNamespace(learning_rate=0.1, weight_decay=0.1, beta1=0.9, beta2=0.95)
-for name in "adamw", "muon":
-    train.optimizer = name
-    try:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        print(type(default_optimizer(model, train)))
-    except ElasticError as error:
-        print(error)
-"""
-
-
-def test_a_torch_before_2_9_trains_without_muon():
-    """No run started: its name was imported, whatever the optimizer."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "lib")}
-    found = subprocess.run([sys.executable, "-c", OLD], env=env, capture_output=True, text=True)
-    first, *rest = found.stdout.splitlines()
-    assert "EagerAdamW" in first, found.stderr
-    assert rest[0].startswith('train.optimizer = "muon" needs torch 2.9, and this is ')
-    assert "adamw" in rest[1]
 
 
 def test_both_move_as_torchs_own():

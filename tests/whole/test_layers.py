@@ -20,7 +20,7 @@ FOLDERS = {
     "base": 1032,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1393,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1676,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 1013,  # a process with torch: the task, its ranks, its device, its health
+    "train": 1050,  # a process with torch: the task, its ranks, its device, its health
     "saved": 972,  # tensors on disk, committed by link(): what both modes begin with
     "local": 588,  # local mode: what both sides of the wire speak
     "local/worker": 1397,  # one slot: hold the lease, train, deliver

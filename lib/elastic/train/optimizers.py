@@ -1,32 +1,23 @@
 """The inner optimizers that come with the toolkit: `train.optimizer`.
 
     adamw    AdamW; matrices decay, the gains of norms do not
-    muon     Muon (torch.optim) for the weights of linear layers, AdamW for all the rest:
+    muon     Muon (muon.py) for the weights of linear layers, AdamW for all the rest:
              embeddings, the last linear layer, which is the head, and the gains of norms
 
-Muon makes the update of a matrix orthogonal, so that all its directions move alike; the
-update is scaled to the size of AdamW's, and the same learning rate serves both (Liu et
-al., arXiv 2502.16982). Its deltas agree better between workers than AdamW's (MuLoCo,
-arXiv 2505.23725), and its state is half as large.
-
-torch's Muon multiplies in bfloat16. A CPU without instructions for bfloat16 needs 18 times as
-long for those products as for float32's; one that has them, half as long
-(tests/bench/bench_muon.py). On CPUs the products are of float32: no machine is far too slow.
+Muon's deltas agree better between workers than AdamW's (MuLoCo, arXiv 2505.23725), and
+its state is half as large.
 """
 
 import inspect
-from contextlib import ExitStack
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
-from elastic.base.errors import ElasticError
-from elastic.train.group import is_sharded
+from elastic.train import muon
+from elastic.train.group import is_sharded, own_part
 from elastic.train.inner_optimizer import refuse_odd
-
-Muon = getattr(torch.optim, "Muon", Optimizer)  # torch has it since 2.9
 
 
 class Eager:
@@ -44,35 +35,41 @@ class EagerAdamW(Eager, torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
-class Float32(TorchFunctionMode):
-    """While it is entered, what is asked for a copy in bfloat16 gives one in float32."""
+class Muon(Eager, Optimizer):
+    """Of matrices that are whole, or sharded by rows over one group of ranks."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.bfloat16:
-            return args[0].to(torch.float32, copy=True)
-        return func(*args, **(kwargs or {}))
+    def __init__(self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float):
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
 
-
-class Placed(TorchFunctionMode):
-    """While it is entered, what is added to a sharded tensor is first sharded alike. The
-    update of a matrix with fewer rows than there are ranks comes whole, and DTensor does
-    not add that."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.add_ and is_sharded(args[0]) and is_sharded(args[1]):
-            args = (args[0], args[1].redistribute(placements=args[0].placements), *args[2:])
-        return func(*args, **(kwargs or {}))
-
-
-class EagerMuon(Eager, Muon):
+    @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        params = [param for group in self.param_groups for param in group["params"]]
-        with ExitStack() as modes:
-            if all(param.is_cpu for param in params):
-                modes.enter_context(Float32())
-            if any(map(is_sharded, params)):
-                modes.enter_context(Placed())
-            super().step()
+        for group in self.param_groups:
+            matrices = [param for param in group["params"] if param.grad is not None]
+            # The ranks take one each at a time: those that are of about a size.
+            matrices.sort(key=torch.Tensor.numel, reverse=True)
+            first = group["params"][0]
+            at_once = first.device_mesh.size() if is_sharded(first) else 1
+            for start in range(0, len(matrices), at_once):
+                self._move(matrices[start : start + at_once], group)
+
+    def _move(self, matrices: list[nn.Parameter], group: dict) -> None:
+        smooth = [self._smoothed(param, group["momentum"]) for param in matrices]
+        if is_sharded(matrices[0]):
+            shapes = [param.shape for param in matrices]
+            updates = muon.orthogonal_rows(smooth, shapes, matrices[0].device_mesh.get_group())
+        else:
+            updates = map(muon.orthogonal, smooth)
+        for param, update in zip(matrices, updates, strict=True):
+            own = own_part(param).mul_(1 - group["lr"] * group["weight_decay"])
+            own.add_(update, alpha=-group["lr"] * muon.scale(param.shape))
+
+    def _smoothed(self, param: nn.Parameter, momentum: float) -> torch.Tensor:
+        """This rank's part of the gradient with Nesterov momentum, which takes it in."""
+        state, grad = self.state[param], own_part(param.grad)
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param.grad)
+        held = own_part(state["momentum_buffer"]).lerp_(grad, 1 - momentum)
+        return muon.factor_of(grad.lerp(held, momentum))
 
 
 class Together(Eager, Optimizer):
@@ -112,18 +109,14 @@ def optimizer_of(task, model: nn.Module, train) -> Optimizer:
 
 
 def default_optimizer(model: nn.Module, train) -> Optimizer:
-    """The one that the [train] section names. Raises ElasticError if torch has none."""
+    """The one that the [train] section names."""
     hidden = hidden_matrices(model) if train.optimizer == "muon" else []
     chosen = {id(param) for param in hidden}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     if not hidden:
         return _adamw(others, train)
-    if Muon is Optimizer:
-        what = f'train.optimizer = "muon" needs torch 2.9, and this is {torch.__version__}'
-        raise ElasticError(what, 'train.optimizer = "adamw" is for every torch')
-    muon = EagerMuon(hidden, lr=train.learning_rate, weight_decay=train.weight_decay,
-                     adjust_lr_fn="match_rms_adamw")  # fmt: skip
-    return Together(muon, _adamw(others, train)) if others else muon
+    made = Muon(hidden, train.learning_rate, train.weight_decay)
+    return Together(made, _adamw(others, train)) if others else made
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
