@@ -6,6 +6,8 @@ TORCH ?= requirements
 PREFIX ?= /opt/elastic
 PYTEST_ARGS ?=
 SLURM ?=
+# Most tests wait as long as they compute; more than 6 sessions at once are none too few for any.
+SESSIONS ?= $(shell n=$$(($$(nproc) + 1)); echo $$((n < 6 ? n : 6)))
 
 VENV := .venv
 READY := $(VENV)/.ready
@@ -78,7 +80,7 @@ check: lint  ## For daily work, in a minute and a half: lint, units, properties,
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m 'not long' $(PYTEST_ARGS)
 
 test: $(ALL)  ## All tests; PYTEST_ARGS='-k name' for some
-	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n $(SESSIONS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Of the installed Slurm, or in the folder of another one; all of them make a column of
 # docs/slurm-versions.md. ELASTIC_FULL_MATRIX=1: with all 72 ways to announce a preemption.

@@ -1,11 +1,12 @@
 """What a run's own record says that things cost, for forecasts that are held against it."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from itertools import pairwise
 from statistics import fmean, median
 
 from elastic.run import goodput
-from elastic.run.goodput import Allocation
+from elastic.run.goodput import Allocation, Work
 from elastic.run.records import Outcome
 from elastic.run.rundir import RunDir
 
@@ -17,7 +18,9 @@ def measured(run: RunDir) -> dict[str, float]:
     now = events[-1]["time"] if events else 0.0
     jobs = goodput.allocations(events, run.jobs.endings(), config.slurm.gpus_per_worker, now)
     commits, metrics = list(run.commits.all()), run.lines("metrics.jsonl")
-    works = goodput.by_attempt(goodput.work_in(commits, metrics))
+    works: dict[tuple[int, int], list[Work]] = defaultdict(list)
+    for piece in sorted(goodput.work_in(commits, metrics), key=lambda piece: piece.start):
+        works[piece.attempt].append(piece)
     gaps_s = [after.start - before.stop for work in works.values()
               for before, after in pairwise(work)]  # fmt: skip
     firsts = [(job.start, works[job.attempts[0][1]]) for job in jobs

@@ -120,7 +120,7 @@ def becomes(cluster: Cluster, node: str, state: str) -> None:
 def powered_down(cluster: Cluster, node: str) -> None:
     """Slurm takes the node from its job and turns it off; a job that wants it turns it on again."""
     cluster.box.run("scontrol", "update", f"NodeName={node}", "State=POWER_DOWN_FORCE")
-    cluster.until(lambda: not cluster.box.members(node), f"{node} is off")
+    cluster.until(lambda: not cluster.box.daemons.members(node), f"{node} is off")
 
 
 def finished(cluster: Cluster, *incidents: str) -> None:

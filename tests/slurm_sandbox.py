@@ -23,7 +23,7 @@ from elastic.base.environment import user_name
 from elastic.base.errors import ElasticError
 from elastic.base.network import free_ports
 from elastic.lab import sandbox
-from elastic.lab.daemons import ADDRESS
+from elastic.lab.daemons import ADDRESS, Daemons
 from elastic.lab.sandbox import PACKAGES, Sandbox, Shape
 from helpers import ROOT
 
@@ -112,6 +112,19 @@ def _up(folder: Path, accounting=False, job_submit=None, stale=None, **shape) ->
     return box
 
 
+class _Daemons(Daemons):
+    """Those of a site."""
+
+    def __init__(self, site: "Site"):
+        super().__init__(site.path)
+        self._site = site
+
+    def start(self, name: str, *argv: str, ready: str | int | None = None) -> None:
+        if name == "slurmctld":
+            self._site.prepare()
+        super().start(name, *self._site.around(name), *argv, ready=ready)
+
+
 class Site(Sandbox):
     """A sandbox with what some sites have: accounting (slurmdbd and MariaDB, for sacct), a
     `job_submit` plugin (a job_submit.lua), and nodes that see the folder `stale` as it was up to a
@@ -121,6 +134,7 @@ class Site(Sandbox):
         super().__init__(path)
         self.accounting, self.job_submit, self.stale = accounting, job_submit, stale
         self.packages = MORE_PACKAGES if accounting else PACKAGES
+        self.daemons = _Daemons(self)
         self.database_port = free_ports("", 1)[0] if accounting else 0
 
     def settings(self) -> list[str]:
@@ -131,7 +145,9 @@ class Site(Sandbox):
             f"AccountingStoragePass={self.path}/munge.socket", "AccountingStoreFlags=job_comment",
         ]  # fmt: skip
 
-    def prepare(self, paths: dict[str, str]) -> None:
+    def prepare(self) -> None:
+        """Start what its controller needs; its files are there, and munge is up."""
+        paths = sandbox.programs(self.packages)
         if self.job_submit:  # where slurmctld looks for it: beside slurm.conf
             shutil.copyfile(self.job_submit, self.path / "job_submit.lua")
         if self.stale:
@@ -142,9 +158,10 @@ class Site(Sandbox):
             self._start_accounting(paths)
 
     def around(self, daemon: str) -> list[str]:
-        """The controller can look up the names of nodes: that of Slurm 24.11 does, and where nobody
-        knows them it stands still for ten seconds, or dies."""
-        if not self.stale:
+        """The command that starts a daemon. The controller can look up the names of nodes: that of
+        Slurm 24.11 does, and where nobody knows them it stands still for ten seconds, or dies."""
+        nodes = [path.name for path in (self.path / "spool").iterdir()]
+        if not self.stale or daemon not in ("slurmctld", *nodes):
             return []
         if daemon == "slurmctld":
             enter = f'mount --bind {self.path}/hosts-known /etc/hosts; exec "$@"'

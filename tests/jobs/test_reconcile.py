@@ -21,8 +21,9 @@ from signal import SIGKILL
 
 import pytest
 
+from elastic.base import proc
 from elastic.base.errors import TryAgain
-from elastic.jobs import reconcile
+from elastic.jobs import reconcile, sched_local
 from elastic.jobs.history import Job
 from elastic.jobs.reconcile import run_pass
 from elastic.jobs.sched import Elsewhere, Refused, RetryLater, job_name, parse_job_name
@@ -959,7 +960,8 @@ def local(make_run, home):
     yield run, scheduler
     for job in scheduler.jobs():
         scheduler.cancel(job.job_id, kill=True)
-    wait_until(lambda: not scheduler._members(), 10, "nothing is left behind")
+    left = (sched_local.MARK, scheduler.state)
+    wait_until(lambda: not proc.families(*left), 10, "nothing is left behind")
 
 
 def test_many_passes_at_once_some_killed_make_one_job_per_place(local, home):

@@ -71,7 +71,7 @@ class Site:
         return path.read_text().splitlines() if path.exists() else []
 
     def alive(self) -> dict[str, list[int]]:
-        return self.scheduler._members()
+        return proc.families(sched_local.MARK, self.scheduler.state)
 
     def started(self, job_id: str) -> None:
         wait_until(lambda: job_id in self.lines("starts"), 10, f"job {job_id} runs its command")

@@ -118,7 +118,7 @@ def test_who_looks_at_it_from_a_job_of_another_cluster_is_no_member(slurm):
     beside = [subprocess.Popen(["sleep", "60"], env=leads | {"SLURMD_NODENAME": node})
               for node in nodes]  # fmt: skip
     try:
-        members = slurm.members()
+        members = slurm.daemons.members()
     finally:
         for process in beside:
             process.kill()
@@ -155,7 +155,7 @@ def test_two_at_once_are_apart_and_down_leaves_no_process_and_no_file(new_sandbo
     seconds = run_orphans(one, "n1")
     one.down()
     assert sleepers(seconds) == []
-    assert one.members() == set()
+    assert one.daemons.members() == set()
     assert not one.path.exists()
     assert two.idle_nodes() == {"n1", "n2", "c1"}
 
@@ -271,22 +271,22 @@ def test_down_clears_what_a_killed_up_left(tmp_path):
         wait_until(lambda: (box.path / "slurmctld.pid").exists(), 30, "slurmctld starts")
         os.killpg(starting.pid, signal.SIGKILL)
         starting.wait()
-        assert box.members()
+        assert box.daemons.members()
     finally:
         box.down()
-    assert box.members() == set()
+    assert box.daemons.members() == set()
     folder.rmdir()
 
 
 def test_down_finds_the_daemons_and_jobs_of_killed_keepers(new_sandbox):
     box = new_sandbox(nodes=1)
     seconds = run_orphans(box, "n1", "srun sh -c '(setsid sleep {0} &); sleep {0} & sleep {0}'")
-    for pid in box.members():
+    for pid in box.daemons.members():
         if b"PR_SET_CHILD_SUBREAPER" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
     box.down()
     assert sleepers(seconds) == []
-    assert box.members() == set()
+    assert box.daemons.members() == set()
 
 
 def test_accounting_brings_sacct_and_leaves_the_tables_of_others_alone(new_sandbox):
@@ -315,7 +315,7 @@ def test_a_test_that_is_killed_leaves_no_sandbox():
     assert done.returncode == -signal.SIGKILL, done.stderr
     folder = Path(done.stdout.strip())
     wait_until(lambda: not folder.exists(), 30, "the sandbox is gone")
-    assert Sandbox(folder / "0").members() == set()
+    assert Sandbox(folder / "0").daemons.members() == set()
 
 
 # ---- of an ordinary user, and what another one tries
@@ -430,7 +430,7 @@ def test_a_process_that_another_user_has_marked_is_no_member(tmp_path):
         other = subprocess.Popen(["sleep", "60"], env=mark, user=number)
         try:
             wait_until(lambda pid=other.pid: command_line(pid).startswith("sleep"), 5, "it runs")
-            assert box.members("slurmctld") == (set() if number else {other.pid})
+            assert box.daemons.members("slurmctld") == (set() if number else {other.pid})
         finally:
             other.kill()
             other.wait()

@@ -20,7 +20,7 @@ from elastic.local.master.recipe import Checked
 from elastic.local.rounds import Facts, Judgement, Move, Rule, Verdict, View
 from elastic.run import membership
 from elastic.run.ledger import Ledger
-from elastic.run.records import MAX_FRAGMENTS, Fragment, Header
+from elastic.run.records import Fragment, Header
 from helpers import commit_of, delta_of
 
 HEADER = Header(
@@ -270,12 +270,6 @@ def test_a_missing_field_is_named(name):
     del data[name]
     with pytest.raises(ValueError, match=name):
         Header.from_json(data)
-
-
-def test_more_fragments_than_any_model_has_are_refused():
-    many = [{"bytes": 0, "xxh3": ""}] * (MAX_FRAGMENTS + 1)
-    with pytest.raises(ValueError, match="100001 fragments"):
-        Header.from_json({**DATA, "fragments": many})
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

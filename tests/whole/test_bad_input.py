@@ -15,7 +15,7 @@ from elastic.base import config as configuration, durable
 from elastic.base.errors import UsageError
 from elastic.people import status
 from elastic.run.rundir import RunDir
-from helpers import ROOT, elastic, environment
+from helpers import ROOT, elastic, environment, wait_until
 from running import SETTINGS, TESTS, kill_all, members, running, toml
 
 
@@ -217,14 +217,10 @@ def test_the_same_exception_twice_before_the_first_step_stops_the_run(home: Path
     settings = {"run.task": "typo_task:Typo", "run.mode": mode, "elastic.max": 2,
                 "elastic.backoff": "30s", "local_scheduler.gpus": 2}  # fmt: skip
     with running(home, settings) as run:
-        while not run.events("restart"):
-            run.reconcile()
+        run.until(lambda: run.events("restart"), 60, "a restart")
         (first, *_) = run.events("restart")
         assert first["reason"].startswith(NAME_ERROR)
-        said = ""
-        while not run.run.failed() and NAME_ERROR not in said:
-            said = status.observe(run.run)["summary"]
-        assert NAME_ERROR in said
+        wait_until(lambda: NAME_ERROR in status.observe(run.run)["summary"], 60, "it is told")
         failed = run.until_failed(120)
         assert NAME_ERROR in failed["reason"]
         assert "twice at its start" in failed["reason"]

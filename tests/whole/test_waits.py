@@ -51,7 +51,7 @@ def test_an_agent_leaves_a_trainer_that_moves_to_the_scheduler(make_run):
             now = time.monotonic()
             said = SILENT | {"state": "training", "step": 3}
             training = Training([process], -1, said, moved=now - 45, heard=now - 45)
-            one.lease = SimpleNamespace(is_held=True)
+            one.lease = SimpleNamespace(store=True)
             one.kill_if_hung(training)
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(0.2)

@@ -266,14 +266,13 @@ def read_json(path: Path) -> dict | None:
     damaged, and TryAgain if the filesystem does not answer."""
     try:
         data = json.loads(insist(path.read_bytes))
-        if isinstance(data, dict):
-            return data
-        why = "not a JSON table"
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        why = str(error)
-    raise damaged(path, why)
+        raise damaged(path, str(error)) from None
+    if not isinstance(data, dict):
+        raise damaged(path, "not a JSON table")
+    return data
 
 
 def damaged(path: Path, why: str) -> ElasticError:

@@ -25,7 +25,7 @@ with the same backing off.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from elastic.jobs.history import ALONE, MASTER, RECENT_S, TRAINER, WORKER, Ended, Job, Memory
@@ -42,7 +42,6 @@ NEXT_MASTER_S = 3600.0  # before the old one's time is up
 MAX_EXCLUDED = 8  # nodes; more than that is not the nodes' fault
 
 Place = tuple[str, int]
-Chains = Mapping[Place, Sequence[Ended]]
 
 
 @dataclass(frozen=True)
@@ -264,7 +263,7 @@ def _notice_or_kill(job: Job, reason: str) -> Action:
 # ---- what is missing
 
 
-def _fill(world: World, chains: Chains, now: float) -> Iterator[Action]:
+def _fill(world: World, chains: dict[Place, list[Ended]], now: float) -> Iterator[Action]:
     """The master first, then the lowest free slots, as far as the limits allow."""
     memory = world.memory
     there = [job for job in memory.jobs if not job.over]

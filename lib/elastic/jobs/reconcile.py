@@ -26,9 +26,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from elastic.base import durable
 from elastic.base.config import Config
-from elastic.base.durable import read_json, to_json, write_atomic
+from elastic.base.durable import lock, read_json, to_json, write_atomic
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import node_name
 from elastic.jobs import cadence, history, sched, sizing
@@ -149,7 +148,7 @@ def _lock(run: RunDir, wait_s: float) -> Iterator[bool]:
     cancels it.
     """
     with os.fdopen(os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)) as file:
-        is_mine = durable.lock(file.fileno(), wait_s)
+        is_mine = lock(file.fileno(), wait_s)
         if wait_s and not is_mine:
             raise TryAgain("another pass is at work, and may know nothing of this yet")
         yield is_mine

@@ -104,8 +104,9 @@ class LocalScheduler:
         self._send_away(job_id, b"PREEMPTED", self.grace_s if grace_s is None else grace_s)
 
     def kill(self, job_id: str) -> None:
-        """End all processes of a running job without notice, as a lost node does."""
-        proc.kill_all(lambda: self._members().get(job_id, set()))
+        """End all processes of a running job without notice, as a lost node does; but this
+        one."""
+        proc.kill_all(lambda: proc.families(MARK, self.state)[job_id] - {os.getpid()})
 
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
         """GPUs, at most `most`, that nobody uses."""
@@ -259,11 +260,6 @@ class LocalScheduler:
             return None
         then, now = proc.Process.parse(claim), proc.Process.of(int(claim.split()[0]))
         return now if now and now.start == then.start else None
-
-    def _members(self) -> dict[str, set[int]]:
-        """The living processes of every job, but for this one."""
-        families, here = proc.families(MARK, self.state), os.getpid()
-        return {job_id: pids - {here} for job_id, pids in families.items() if pids != {here}}
 
 
 def _read(path: Path) -> str:

@@ -53,7 +53,8 @@ class Chaos:
         self.scheduler = scheduler_of(run)
         self.is_local = self.config.run.scheduler == "local"
         conf = "" if self.is_local else run.environment().get("SLURM_CONF", "")
-        self.box = _sandbox(conf)
+        box = Sandbox(Path(conf).parent)
+        self.box = box if conf and box.daemons.members("slurmctld") else None
         self.is_here = self.is_local or bool(self.box)  # and so are the run's processes
         self.done: list[Fault] = []
         self._began = max(0, run.commits.newest_version())
@@ -97,18 +98,16 @@ class Chaos:
         return contextlib.closing(MasterStore.open(self.run))
 
     def _pids(self, program: str) -> list[int]:
-        """The run's processes on this machine that run `program`: worker, trainer, master, or
+        """The run's processes on this machine that run `program`: trainer, master, or
         redis-server."""
         pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             words = read(folder / "cmdline").split("\0")
             names = [Path(word.partition(" ")[0]).name for word in words]
             if program in names and not names[0].endswith("sh"):  # no wrapper of it
-                around = read(folder / "environ").split("\0")
                 with contextlib.suppress(OSError):  # it is another user's, or gone
                     place = Path(os.readlink(folder / "cwd")).parent  # a Redis is known by it
-                    marks = {f"ELASTIC_RUN_DIR={self.run.path}", str(self.run.path)}
-                    if place == self.run.path or marks & {*around, *words}:
+                    if place == self.run.path or str(self.run.path) in words:
                         pids.append(int(folder.name))
         return sorted(pids)
 
@@ -289,11 +288,6 @@ def choose(chaos: Chaos, wanted: str) -> tuple[list[str], dict[str, str]]:
         kind, why = next(iter(refused.items()))
         raise UsageError(f"{kind} cannot be done to run {chaos.run.name}: {why}")
     return [kind for kind in named if kind not in refused], refused
-
-
-def _sandbox(conf: str) -> Sandbox | None:
-    box = Sandbox(Path(conf).parent)
-    return box if conf and box.members("slurmctld") else None
 
 
 def _process(victim: Slot) -> str:

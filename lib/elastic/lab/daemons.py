@@ -119,8 +119,7 @@ def accepts(where: str | int) -> bool:
 
 def _files_of_stepd(pid: int) -> set[str]:
     """What the process has open if it is a slurmstepd: its node's log, above all."""
-    if proc.read(f"/proc/{pid}/comm") != "slurmstepd\n":
-        return set()
     with contextlib.suppress(OSError):  # it may end meanwhile
-        return {os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+        if proc.read(f"/proc/{pid}/comm") == "slurmstepd\n":
+            return {os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
     return set()

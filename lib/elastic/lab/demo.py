@@ -120,9 +120,8 @@ class Demo:
         for event in events[self._told :]:
             if event["kind"] in TOLD:
                 at_s = event["time"] - self.began
-                print(f"{at_s:6.1f}s  {wording.event_words(event)}"[:98])
+                print(f"{at_s:6.1f}s  {wording.event_words(event)}"[:98], flush=True)
         self._told = len(events)
-        sys.stdout.flush()
 
     def say(self, text: str) -> None:
         self._tell_events()

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.base import proc
-from elastic.base.durable import check_private, is_ours
+from elastic.base.durable import check_private, is_ours, write_atomic
 from elastic.base.environment import clean_environment, elastic_home, env, user_name
 from elastic.base.errors import ElasticError, UsageError
 from elastic.base.network import free_ports
@@ -59,8 +59,6 @@ class Sandbox:
     """One sandbox, by its folder. Raises ElasticError; TryAgain when its Slurm is
     silent."""
 
-    packages = PACKAGES  # that bring its programs
-
     def __init__(self, path: Path):
         self.path = path
         self.conf = path / "slurm.conf"
@@ -70,10 +68,6 @@ class Sandbox:
     def environment(self) -> dict[str, str]:
         """The variables that lead Slurm's client commands to this sandbox."""
         return {"SLURM_CONF": str(self.conf)}
-
-    def members(self, name: str = "") -> set[int]:
-        """The processes of the sandbox, or of one node or daemon."""
-        return self.daemons.members(name)
 
     def run(self, *argv: str) -> str:
         """What a Slurm client command says in this sandbox; ElasticError if it fails."""
@@ -105,31 +99,22 @@ class Sandbox:
     def kill_node(self, node: str) -> None:
         """Kill a node's slurmd and all that runs there, as if the power went."""
         self._check_node(node)
-        proc.kill_all(lambda: self.members(node))
+        proc.kill_all(lambda: self.daemons.members(node))
 
     def revive_node(self, node: str) -> None:
         """Start a killed node again; its jobs are gone."""
         self._check_node(node)
-        if self.members(node):
+        if self.daemons.members(node):
             raise UsageError(f"node is up already: {node}")
-        self._start_node(node, programs(self.packages))
-
-    # ---- what another kind of sandbox does differently
-
-    def prepare(self, paths: dict[str, str]) -> None:
-        """Start what its controller needs; its files are there, and munge is up."""
-
-    def around(self, _daemon: str) -> list[str]:
-        """The command that starts a daemon; of none it is started itself."""
-        return []
+        self._start_node(node, programs())
 
     # ---- up and down
 
     def up(self, shape: Shape) -> None:
         """Start everything and wait until all nodes are idle; a failure leaves nothing
         behind."""
-        paths = programs(self.packages)
-        if self.members():
+        paths = programs()
+        if self.daemons.members():
             down = f"elastic-sandbox down --name {self.path.name} --dir {self.path.parent}"
             raise UsageError(f"a sandbox is up in {self.path}", down)
         self._make_folders(shape)
@@ -141,7 +126,7 @@ class Sandbox:
 
     def down(self) -> None:
         """Kill all its processes, jobs included, and remove its files."""
-        proc.kill_all(self.members)
+        proc.kill_all(self.daemons.members)
         self._remove()
 
     def _remove(self) -> None:
@@ -195,9 +180,7 @@ class Sandbox:
         ports = free_ports("", len(shape.names) + 1)
         _write_configuration(self.path, shape, ports, _cgroup_plugin(paths["slurmctld"]))
         self.start_munged(paths["munged"], "munge")
-        self.prepare(paths)
-        controller = [*self.around("slurmctld"), paths["slurmctld"], "-D"]
-        self.daemons.start("slurmctld", *controller, ready=ports[0])
+        self.daemons.start("slurmctld", paths["slurmctld"], "-D", ready=ports[0])
         for node in shape.names:
             self._start_node(node, paths)
         self.daemons.wait(lambda: self._are_idle(shape.names), "all nodes to be idle", "slurmctld")
@@ -219,7 +202,7 @@ class Sandbox:
 
     def _start_node(self, node: str, paths: dict[str, str]) -> None:
         # -b: as if the node had just booted.
-        self.daemons.start(node, *self.around(node), paths["slurmd"], "-D", "-b", "-N", node)
+        self.daemons.start(node, paths["slurmd"], "-D", "-b", "-N", node)
 
 
 # ---- configuration
@@ -254,10 +237,8 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int], cgroup: str
         text = re.sub(r"@([A-Z_]+)@", lambda match: str(words[match[1]]), text)
         for setting in shape.settings if template.name == "slurm.conf" else ():
             text = _with_setting(text, setting)
-        (path / template.name).touch(0o600)
-        (path / template.name).write_text(text)
-    (path / "munge.key").touch(0o600)
-    (path / "munge.key").write_bytes(os.urandom(1024))
+        write_atomic(path / template.name, text.encode(), 0o600)
+    write_atomic(path / "munge.key", os.urandom(1024), 0o600)
 
 
 def _with_setting(text: str, setting: str) -> str:

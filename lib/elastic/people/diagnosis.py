@@ -179,7 +179,7 @@ def _gives_whole_nodes(partition: Mapping[str, str]) -> str:
 def _masters_partition(config, cluster, partitions, nodes, named) -> Judgement:
     if config.run.mode == "sync":
         return SKIP, "sync mode has no master", ""
-    names = _of_masters(config, named)
+    names = config.slurm.master_partition.split(",")
     for name in names:
         if closed := _closed(name, "slurm.master_partition", partitions, nodes):
             return closed
@@ -194,10 +194,6 @@ def _masters_partition(config, cluster, partitions, nodes, named) -> Judgement:
         (is_shared, WARN, "the master has the workers' QOS, which decides (preempt/qos)",
          "set slurm.master_qos to one that nothing preempts"),
     )  # fmt: skip
-
-
-def _of_masters(config, named: list[str]) -> list[str]:
-    return (config.slurm.master_partition or ",".join(named)).split(",")
 
 
 def _closed(name: str, key: str, partitions, nodes) -> Judgement | None:
@@ -218,7 +214,7 @@ def _time(config, partitions, named) -> Judgement:
     slurm, seen, short, brief = config.slurm, [], [], []
     kinds = [("time", name) for name in named]
     if config.run.mode == "local":
-        kinds += [("master_time", name) for name in _of_masters(config, named)]
+        kinds += [("master_time", name) for name in config.slurm.master_partition.split(",")]
     for key, name in kinds:
         wanted, partition = getattr(slurm, key), partitions.get(name, {})
         most, usual = partition.get("MaxTime", "UNLIMITED"), partition.get("DefaultTime", "NONE")

@@ -165,12 +165,6 @@ PANELS: dict[str, Callable[[Any, Contents], None]] = {
 }  # fmt: skip
 
 
-def panels(contents: Contents) -> list[str]:
-    """The panels of which something is known. (A program of the user's counts its steps
-    itself, so there is no goodput.)"""
-    return [title for title, draw in PANELS.items() if contents.gpu_seconds or draw != draw_goodput]
-
-
 # ---- the page
 
 
@@ -178,10 +172,11 @@ def page(contents: Contents) -> str:
     """The whole HTML file."""
     seen = contents.seen
     words = (seen["summary"], seen["reason"], f"Looked at {_clock(time.time())}; {seen['path']}")
-    parts = [HEAD.format(run=_safe(seen["run"]), style=STYLE)]
-    parts += [f"<p>{_safe(each)}</p>" for each in words]
-    for title in panels(contents):
-        parts += [f"<h2>{_safe(title)}</h2>", _svg(title, contents)]
+    parts = [HEAD.format(run=html.escape(seen["run"]), style=STYLE)]
+    parts += [f"<p>{html.escape(each)}</p>" for each in words]
+    for title, draw in PANELS.items():
+        if contents.gpu_seconds or draw != draw_goodput:  # a program counts its steps itself
+            parts += [f"<h2>{html.escape(title)}</h2>", _svg(title, contents)]
     parts += [f"<h2>Incidents ({len(contents.incidents)})</h2>", _table(contents)]
     return "\n".join([*parts, "</body></html>", ""])
 
@@ -216,8 +211,8 @@ def _table(contents: Contents) -> str:
     rows = []
     for event in contents.incidents[-MOST_INCIDENTS:]:
         kind = event.get("fault") or event.get("outcome") or event["kind"]
-        rows.append(f"<tr><td>{_clock(event['time'])}<td>{_safe(kind)}"
-                    f"<td>{_safe(wording.event_words(event))}")  # fmt: skip
+        rows.append(f"<tr><td>{_clock(event['time'])}<td>{html.escape(kind)}"
+                    f"<td>{html.escape(wording.event_words(event))}")  # fmt: skip
     if not rows:
         return "<p>None.</p>"
     return "\n".join(["<table><tr><th>when<th>kind<th>what", *rows, "</table>"])
@@ -225,7 +220,3 @@ def _table(contents: Contents) -> str:
 
 def _clock(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-
-
-def _safe(text: object) -> str:
-    return html.escape(str(text))

@@ -40,7 +40,6 @@ from elastic.run.rundir import RunDir, check_answers
 from elastic.run.wording import EventKind, counted, one_line
 
 EVENTS, LOOKED_AT = 20, 300  # so many are shown, of so many read: most are no news
-CURVE = 60  # newest versions whose loss is shown
 WINDOW = 10  # newest versions over which speed is measured
 NO_PASS_S = 360.0  # cron passes every two minutes, scrontab every five
 # A worker that says nothing of itself.
@@ -74,15 +73,11 @@ class Crew:
 
 
 class Depth(IntEnum):
-    """How much is read of a run."""
+    """How much is read of a run, as the number of versions before the newest one."""
 
-    ROW = 0  # what a table shows: nothing of the next pass, nor of versions before the newest
-    BRIEF = 1  # all but losses and events
-    WHOLE = 2
-
-
-# Versions before the newest one that are read.
-OLDER = {Depth.ROW: 0, Depth.BRIEF: WINDOW, Depth.WHOLE: CURVE}
+    ROW = 0  # what a table shows: nothing of the next pass
+    BRIEF = WINDOW  # all but losses and events
+    WHOLE = 60
 
 
 class Look:
@@ -104,7 +99,7 @@ class Look:
         self.memory = reconcile.remembered(run, self.now) if has_memory else Memory(born=self.now)
         self.facts = facts = Facts(run.name, config, control, closing, before=self.memory,
                                    jobs=listed, ending=functools.cache(run.jobs.ending))
-        versions = range(max(0, last - OLDER[depth]), last + 1)
+        versions = range(max(0, last - depth), last + 1)
         self.commits = [*filter(None, map(run.commits.of, versions))]  # the newest ones
         self.newest = self.commits[-1] if self.commits else None
         # A run that is over has no master to ask. If its jobs are not known, it may have one.

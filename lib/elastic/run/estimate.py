@@ -80,13 +80,12 @@ def cost(model: Model, workers: int, cores: int = 16, rates: Rates = Rates()) ->
     """Of one round, which `cores` cores of the master average."""
     up, cores = workers * model.delta_bytes, min(cores, THREADS)
     wide = min(rates.filesystem, rates.process)
-    read_s = up / wide
-    deliver_s = max(model.delta_bytes / rates.process, up / rates.filesystem, read_s)
+    read_s = up / wide  # by the master; no worker writes its own for longer
     add_s = workers * model.numel / (rates.merged * cores)
     step_s = model.numel / (rates.stepped * cores)
     down = DOWN * model.numel
     pull_s = max(down / rates.process, workers * down / rates.filesystem)
-    return Cost(deliver_s, max(read_s, add_s) + step_s, version_bytes(model) / wide, pull_s)
+    return Cost(read_s, max(read_s, add_s) + step_s, version_bytes(model) / wide, pull_s)
 
 
 def version_bytes(model: Model) -> int:

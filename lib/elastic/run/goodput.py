@@ -117,17 +117,11 @@ def allocations(
                        notices.get(key)) for key, job in jobs.items()]  # fmt: skip
 
 
-def by_attempt(work: Iterable[Work]) -> dict[tuple[int, int], list[Work]]:
-    """What each attempt has done, oldest first."""
-    works = defaultdict(list)
-    for piece in sorted(work, key=lambda piece: piece.start):
-        works[piece.attempt].append(piece)
-    return works
-
-
 def ledger(jobs: Iterable[Allocation], work: Iterable[Work]) -> dict[str, float]:
     """GPU-seconds by part, their sum as `allocated`, and `queued`."""
-    works = by_attempt(work)
+    works = defaultdict(list)
+    for piece in work:
+        works[piece.attempt].append(piece)
     total = Counter(dict.fromkeys((*PARTS, "allocated", "queued"), 0.0))
     for job in jobs:
         mine = [piece for _, attempt in job.attempts for piece in works[attempt]]

@@ -11,7 +11,6 @@ from typing import Any, NewType, TypedDict, TypeVar, get_args, get_origin, get_t
 
 from elastic.run.ledger import Range
 
-MAX_FRAGMENTS = 100_000
 MOST_CHARACTERS = 200  # of a header's words
 MOST = 2**62  # of any number
 
@@ -171,8 +170,6 @@ class Header:
                 raise ValueError(f"{name} is {value!r}")
         if any(not 0 <= number < 2**53 for each in header.samples for number in each):
             raise ValueError(f"no sample ranges: {header.samples!r}")
-        if len(header.fragments) > MAX_FRAGMENTS:
-            raise ValueError(f"{len(header.fragments)} fragments")
         return header
 
 

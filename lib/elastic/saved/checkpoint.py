@@ -204,14 +204,13 @@ class Checkpoints:
         good."""
         files = [*files, draft.write(EXTRA, durable.to_json(extra))]
         saved = Saved(step, self._writer, time.time(), self._group.world, extra, tuple(files))
-        draft.commit_by(lambda: self._link(asdict(saved)))
+        draft.commit_by(lambda: self._link(draft.record, saved))
 
-    def _link(self, record: dict) -> bool:
-        step = record["step"]
-        if step in self._skipped:
-            _remove(self._run, step)
-            self._skipped.discard(step)
-        return durable.create_once(_record_path(self._run, step), durable.to_json(record))
+    def _link(self, record: Path, saved: Saved) -> bool:
+        if saved.step in self._skipped:
+            _remove(self._run, saved.step)
+            self._skipped.discard(saved.step)
+        return durable.create_once(record, durable.to_json(asdict(saved)))
 
     def _close(self, flight: _Flight, write: Callable[[], object]) -> None:
         """Let the write and the commit end; raise on every rank what failed on any."""

@@ -39,12 +39,12 @@ Peer = namedtuple("Peer", "rank node leads address interface port")
 def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
     """The store of this job, once all ranks are there and their nodes reach each other.
     Raises ElasticError."""
-    node, host, port = node_name(), env("MASTER_ADDR"), env("MASTER_PORT")
+    node, host, port = node_name(), env("MASTER_ADDR"), int(env("MASTER_PORT"))
     address, name = _own_address(host)
     leads = env("LOCAL_RANK", "0") == "0"
     appear_s = min(LATEST_S, 0.9 * timeout.total_seconds())
     try:
-        store = _store(rank, world, timeout)
+        store = _store(rank, world, timeout, host, port)
         with socket.create_server((address, 0), backlog=BACKLOG) as server:
             me = Peer(rank, node, leads, address, name, server.getsockname()[1])
             problem = check(store, me, world, appear_s)
@@ -56,8 +56,7 @@ def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
     return store
 
 
-def _store(rank: int, world: int, timeout: timedelta) -> dist.Store:
-    host, port = env("MASTER_ADDR"), int(env("MASTER_PORT"))
+def _store(rank: int, world: int, timeout: timedelta, host: str, port: int) -> dist.Store:
     file = env("ELASTIC_RENDEZVOUS", "")
     if os.path.exists(file):  # not from another PID namespace
         store = dist.FileStore(file, world)

@@ -56,7 +56,6 @@ class Averager:
         self._pool = ThreadPoolExecutor(threads)  # for work that waits for those threads
         self._cleaning: Future | None = None
         self.transport = Transport(run)
-        self._held = -1  # the version in memory; -1: no whole one
         self._hold(base)
 
     def close(self) -> None:
@@ -139,7 +138,7 @@ class Averager:
         return sorted(sum(files, []), key=lambda entry: entry["path"])
 
     def _hold(self, version: int) -> None:
-        self._held = -1
+        self._held = -1  # no whole version is in memory
         self._all(lambda index: self._load(index, version))
         self._held = version
 
@@ -149,11 +148,6 @@ class Averager:
         self.params[index], self.momentum[index] = found
 
     def _advance_one(self, index: int, recipe: Recipe, draft: VersionDraft) -> list[dict]:
-        self._step(index, recipe)
-        params, momentum = self.params[index], self.momentum[index]
-        return draft.write_fragment(self.layout, index, params, momentum)
-
-    def _step(self, index: int, recipe: Recipe) -> None:
         if recipe.restore >= 0:
             self._load(index, recipe.restore)
             self.momentum[index].zero_()
@@ -165,6 +159,7 @@ class Averager:
             else:
                 merge.mean_delta(params, terms, self.config.local_sgd.reanchor, mean)
                 merge.outer_step(params, self.momentum[index], mean, recipe.lr, recipe.momentum)
+        return draft.write_fragment(self.layout, index, self.params[index], self.momentum[index])
 
     def _terms(self, index: int, recipe: Recipe) -> Iterator[merge.Term]:
         anchors: dict[int, torch.Tensor] = {}  # by version

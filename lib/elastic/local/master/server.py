@@ -14,6 +14,7 @@ from dataclasses import replace
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import bind_address
+from elastic.jobs import sched_slurm
 from elastic.local.master.redis_server import RedisServer, start
 from elastic.local.master_store import MasterStore
 from elastic.local.store import Useless
@@ -46,17 +47,12 @@ class Server:
             nonce = secrets.token_hex(16)
             self.endpoint = Endpoint("", 0, epoch, self.config.redis.url, nonce=nonce)
         else:
-            address = bind_address(self.config.redis.bind, self._node_address())
+            is_local = self.config.run.scheduler == "local"
+            known_as = "127.0.0.1" if is_local else sched_slurm.node_address()
+            address = bind_address(self.config.redis.bind, known_as)
             self._redis = start(self.run, self.config, address, epoch)
             self.endpoint = self._redis.endpoint
         self.store = MasterStore.of(self.run, self.endpoint)
-
-    def _node_address(self) -> str:
-        if self.config.run.scheduler == "local":
-            return "127.0.0.1"
-        from elastic.jobs.sched_slurm import node_address
-
-        return node_address()
 
     def stop(self) -> None:
         if self._redis:

@@ -166,22 +166,18 @@ class Lease:
 
     def __init__(self, program: Program):
         self._program, self._health = program, program.run.config().health
-        self._store: WorkerStore | None = None
+        self.store: WorkerStore | None = None
         self.served = time.monotonic()  # when the server last answered
-
-    @property
-    def is_held(self) -> bool:
-        return self._store is not None
 
     def renew(self, fields: dict) -> None:
         """Renew the lease, or claim it on a server that does not know it. A silent server is
         no reason to stop. Raises Fenced if files say that a higher attempt has the slot."""
         run, slot, attempt = self._program.run, self._program.slot, self._program.attempt
         try:
-            if self._store is None:
-                self._store = WorkerStore.open(run, self._health.heartbeat_s + 1)
-            self._store.meet()  # a server whose master hangs may answer for hours
-            if not self._store.lease(slot, attempt, fields, self._health.lease_s):
+            if self.store is None:
+                self.store = WorkerStore.open(run, self._health.heartbeat_s + 1)
+            self.store.meet()  # a server whose master hangs may answer for hours
+            if not self.store.lease(slot, attempt, fields, self._health.lease_s):
                 raise TryAgain(f"slot {slot} has an attempt higher than {attempt}")
             self.served = time.monotonic()
         except TryAgain:
@@ -194,23 +190,23 @@ class Lease:
         knows."""
         with contextlib.suppress(TryAgain):
             told = self._program.run.commits.told_version()
-            if self._store is None:  # no server to ask who trains on version 0
+            if self.store is None:  # no server to ask who trains on version 0
                 return told < 0
-            return told <= 0 and not any(s.steps_total for s in self._store.slots().values())
+            return told <= 0 and not any(s.steps_total for s in self.store.slots().values())
         return False
 
     def give_up(self) -> None:
         """Give the lease up. If no server is at hand it lapses, and the exit record says
         why."""
-        if self._store:
+        if self.store:
             with contextlib.suppress(ElasticError):
-                self._store.release(self._program.slot, self._program.attempt)
+                self.store.release(self._program.slot, self._program.attempt)
         self.drop()
 
     def drop(self) -> None:
-        if self._store:
-            self._store.close()
-        self._store = None
+        if self.store:
+            self.store.close()
+        self.store = None
 
 
 class Agent:
@@ -376,7 +372,7 @@ class Agent:
     def kill_if_hung(self, training: Training) -> None:
         """Kill a training process without a sign of life. One that moves may go on to
         deliver, also after a notice, until the scheduler kills it."""
-        if not self.lease.is_held:  # without a master there may be nothing to do, so it is no hang
+        if not self.lease.store:  # without a master there may be nothing to do, so it is no hang
             training.moved = training.heard = time.monotonic()
         if (still_s := training.still_s()) > self.config.health.hang_timeout_s:
             self.program.event("hang", seconds=round(still_s))

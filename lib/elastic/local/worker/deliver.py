@@ -30,7 +30,6 @@ class Delivery:
         self._hand, self._line = hand, hand.line
         self.exchange, self._moments = exchange, moments
         self._transport = Transport(hand.line.run)
-        self._delivered = 0
         self._memory: list[torch.Tensor] = []  # kept: a new one costs more than a copy
 
     def deliver(self, done: WorkerRound, deltas: list | None = None) -> None:
@@ -50,9 +49,8 @@ class Delivery:
         # Near 0 if there were no steps: a worker whose delivery took long once trains again.
         hand.deliver_s = took_s
         if done.steps:
-            self._delivered += 1
             needs_s = hand.step_s + took_s + self._moments.save_s
-            line.say(delivered=self._delivered, needs_s=round(needs_s, 1))
+            line.say(delivered=True, needs_s=round(needs_s, 1))
 
     def _send(self, done: WorkerRound, delta_of) -> list[Fragment] | None:
         """Encode and store the fragments. If they are not finite go back to the base, and

@@ -99,9 +99,8 @@ class Exchange:
 def read_ahead(read: Callable, indices: Sequence[int]) -> Iterator:
     """`read` of each, in order; the next one while the caller is at work with one."""
     with ThreadPoolExecutor(1, "reader") as pool:
-        coming = [pool.submit(read, index) for index in indices[:1]]
+        coming = pool.submit(read, indices[0])
         for index in indices[1:]:
-            coming.append(pool.submit(read, index))
-            yield coming.pop(0).result()
-        for last in coming:
-            yield last.result()
+            here, coming = coming, pool.submit(read, index)
+            yield here.result()
+        yield coming.result()

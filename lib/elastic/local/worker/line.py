@@ -112,7 +112,7 @@ class RankLine:
     def _pass_nothing_on(self, *_args, **_fields) -> None:
         pass
 
-    open = close = say = moved = event = warn = offer = leave_offer = _pass_nothing_on
+    open = close = say = moved = event = warn = offer = _pass_nothing_on
 
     def written(self, write: Callable[[], T]) -> T:
         """What `write()` returns, once the disk has room. Raises TryAgain at a notice."""
@@ -207,12 +207,6 @@ class Line(RankLine):
             if self.notice.has_run_out():
                 raise TryAgain(f"slot {self.place.slot}: the lease is gone")
             time.sleep(RETRY_S)  # the agent claims the lease again within a heartbeat
-
-    def leave_offer(self, header: Header) -> None:
-        """Leave a header in the run directory, for a master with a new Redis: this worker
-        will not offer the delta again."""
-        with contextlib.suppress(OSError):
-            self.run.offers.leave(header)
 
     def ask(self, want: int, held: list[Range], enough: Callable) -> list[Range] | None:
         """Ask for samples, and wait for the answer; None if `enough()` is true before."""

@@ -188,9 +188,11 @@ class LocalSGD:
             self._moments.save()
 
     def _leave_offers(self) -> None:
+        """Leave the headers in the run directory, for a master with a new Redis: this worker
+        will not offer the deltas again."""
         for done in (self._hand.sent, self._hand.round):
-            if done and done.header and done.steps:
-                self.line.leave_offer(done.header)
+            if self.group.leads and done and done.header and done.steps:
+                self.place.run.offers.leave(done.header)
 
     # ---- steps
 
