@@ -25,7 +25,7 @@ FOLDERS = {
     "local": 588,  # local mode: what both sides of the wire speak
     "local/worker": 1388,  # one slot: hold the lease, train, deliver
     "local/master": 1116,  # one master: Redis, samples, rounds, commits
-    "sync": 1049,  # sync mode: one job that resizes
+    "sync": 1050,  # sync mode: one job that resizes
     "people": 2142,  # what a person asks and sees
     "lab": 1173,  # trying and proving; nothing imports it
     "commands": 458,  # click: options, checks, exit codes

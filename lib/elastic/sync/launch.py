@@ -390,7 +390,8 @@ class Ranks:
             sched_slurm.signal_steps(job_id, "ABRT")
             time.sleep(proc.STACKS_S)
         else:
-            proc.abort({process.pid for process in self._processes} | self._here())
+            alive = {process.pid for process in self._processes if process.poll() is None}
+            proc.abort(alive | self._here())
         return -signal.SIGABRT
 
     def end(self, code: int | None) -> None:

@@ -105,8 +105,8 @@ class Training:
             process.send_signal(number)
 
     def pids(self) -> set[int]:
-        """These processes, and all that they have started."""
-        return {process.pid for process in self.processes} | self.family()
+        """Those that live, and all that they have started."""
+        return {process.pid for process in self.processes if process.poll() is None} | self.family()
 
     def kill(self) -> None:
         proc.send(self.pids(), signal.SIGKILL)
