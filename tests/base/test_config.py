@@ -116,16 +116,11 @@ def test_what_is_left_open_is_settled_once(write):
     assert made.run.folder == str(path.resolve().parent / "sub")
 
 
-@pytest.mark.parametrize(("mode", "optimizer"), [("local", "muon"), ("sync", "adamw")])
-def test_a_run_keeps_the_optimizer_it_began_with(write, mode, optimizer):
-    path = write(LOCAL)
-    named = config.load(path, [f"run.mode={mode}", "train.optimizer=adamw"])
-    assert named.train.optimizer == "adamw"
-    made = config.load(path, [f"run.mode={mode}"])
-    assert made.train.optimizer == optimizer
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_run_keeps_the_optimizer_it_began_with(write, optimizer):
+    made = config.load(write(LOCAL), [f"train.optimizer={optimizer}"])
     written = write(made.to_toml(), "again.toml")
-    other = {"local": "sync", "sync": "local"}[mode]
-    assert config.load_written(written, [f"run.mode={other}"]).train.optimizer == optimizer
+    assert config.load_written(written, ["run.mode=sync"]).train.optimizer == optimizer
     older = write(re.sub("(?m)^optimizer.*\n", "", made.to_toml()), "older.toml")
     assert config.load_written(older).train.optimizer == "adamw"
 

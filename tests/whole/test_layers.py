@@ -17,7 +17,7 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 1031,  # one home for each thing outside: files, settings, signals, processes, network
+    "base": 1029,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1386,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1671,  # jobs on a cluster: what is there, what should be, one pass
     "train": 1049,  # a process with torch: the task, its ranks, its device, its health

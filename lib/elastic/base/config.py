@@ -258,8 +258,6 @@ def _fill_in(values: dict[str, dict[str, Any]], path: Path) -> None:
     run, sgd, slurm = values["run"], values["local_sgd"], values["slurm"]
     run["name"] = run["name"] or path.stem
     run["folder"] = str(path.resolve().parent / expanded(run["folder"], "run.folder"))
-    if values["train"]["optimizer"] == "auto":
-        values["train"]["optimizer"] = "muon" if run["mode"] == "local" else "adamw"
     steps = sgd["inner_steps"]
     if sgd["outer_lr"] == "auto":
         sgd["outer_lr"] = 0.7

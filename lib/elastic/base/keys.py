@@ -178,7 +178,7 @@ KINDS = {
     "elastic": {"min": GPUS, "max": GPUS, "max_pending": COUNT, "max_failures": COUNT,
                 "backoff": TIME, "reconcile_interval": SPAN},
     "train": {"batch_size": COUNT, "accumulate": COUNT, "epochs": NATURAL, "max_tokens": NATURAL,
-              "max_steps": NATURAL, "optimizer": _one_of("auto", "adamw", "muon"),
+              "max_steps": NATURAL, "optimizer": _one_of("adamw", "muon"),
               "learning_rate": POSITIVE,
               "schedule": _one_of("wsd", "cosine", "constant", "own"),
               "warmup_fraction": FRACTION, "decay_fraction": FRACTION,
