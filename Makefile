@@ -6,7 +6,7 @@ TORCH ?= requirements
 PREFIX ?= /opt/elastic
 PYTEST_ARGS ?=
 SLURM ?=
-# Most tests wait as long as they compute; more than 6 sessions at once are none too few for any.
+# Tests wait half of their time. More than 6 at once are no faster: the longest file takes as long.
 SESSIONS ?= $(shell n=$$(($$(nproc) + 1)); echo $$((n < 6 ? n : 6)))
 
 VENV := .venv

@@ -118,6 +118,8 @@ def test_what_is_left_open_is_settled_once(write):
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_a_run_keeps_the_optimizer_it_began_with(write, optimizer):
+    both = [config.load(write(LOCAL), [f"run.mode={mode}"]) for mode in ("local", "sync")]
+    assert [each.train.optimizer for each in both] == ["muon"] * 2
     made = config.load(write(LOCAL), [f"train.optimizer={optimizer}"])
     written = write(made.to_toml(), "again.toml")
     assert config.load_written(written, ["run.mode=sync"]).train.optimizer == optimizer

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 from elastic.base.proc import Process, abort, kill_all, read
 from helpers import wait_until
@@ -16,14 +17,19 @@ import ctypes, threading, time
 threading.Thread(target=time.sleep, args=(60,)).start()
 ctypes.CDLL(None).pthread_exit(None)
 """
+# Each waits for the next one's end, as ranks notice that a peer has gone.
 HANGS = """
-import time
+import os, sys
 
 def hangs(depth):
-    hangs(depth - 1) if depth else time.sleep(60)
+    if depth:
+        hangs(depth - 1)
+    else:
+        print(flush=True)
+        os.read(int(sys.argv[1]), 1)
 
-print(flush=True)
 hangs(90)
+print("peer gone", file=sys.stderr)
 """
 
 
@@ -44,15 +50,32 @@ def test_a_process_whose_first_thread_has_ended_is_alive_until_the_last_one_has(
 def test_the_stacks_of_processes_that_share_a_pipe_do_not_mix():
     command = [sys.executable, "-X", "faulthandler", "-c", HANGS]
     reader, writer = os.pipe()
-    pipes = {"stdout": subprocess.PIPE, "stderr": writer}
-    children = [subprocess.Popen(command, **pipes) for _ in range(3)]
-    os.close(writer)
+    lines = [os.pipe() for _ in range(3)]
+    children = []
+    for number, (ears, _) in enumerate(lines):
+        mouth = lines[number - 1][1]
+        children.append(subprocess.Popen([*command, str(ears)], stdout=subprocess.PIPE,
+                                         stderr=writer, pass_fds=(ears, mouth)))  # fmt: skip
+    for descriptor in (writer, *sum(lines, ())):
+        os.close(descriptor)
     for child in children:
         child.stdout.readline()
     abort([child.pid for child in children])
     for child in children:
         child.communicate()
     with os.fdopen(reader) as pipe:
-        lines = pipe.read().splitlines()
-    assert sum(bool(re.fullmatch(r'  File "<string>", line \d+ in hangs', line))
-               for line in lines) == 3 * 91  # fmt: skip
+        said = pipe.read()
+    found = re.findall(r'(?m)^  File "<string>", line \d+ in hangs$', said)
+    assert (len(found), "peer gone" in said) == (3 * 91, False), said
+
+
+def test_who_ignores_it_is_neither_stopped_nor_waited_for():
+    """The copies of what ranks say: they have to copy the stacks."""
+    command = "trap '' ABRT; echo; while read -r line; do echo \"$line\"; done"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    child = subprocess.Popen(["sh", "-c", command], text=True, **pipes)
+    child.stdout.readline()
+    began = time.monotonic()
+    abort([child.pid])
+    assert time.monotonic() - began < 1
+    assert child.communicate("still there\n") == ("still there\n", None)

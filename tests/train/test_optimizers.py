@@ -80,6 +80,12 @@ def test_frozen_matrices_are_left_alone():
     assert [id(p) for p in hidden_matrices(model)] == [id(model.inner[1].weight)]
 
 
+def test_what_is_no_matrix_is_adamws():
+    model = net()
+    model.inner[0].weight = nn.Parameter(torch.ones(2, 6, 6))  # as of two experts
+    assert [id(p) for p in hidden_matrices(model)] == [id(model.inner[1].weight)]
+
+
 def test_a_model_without_such_matrices_gets_adamw():
     assert type(default_optimizer(nn.Linear(2, 2), TRAIN)).__name__ == "EagerAdamW"
 

@@ -17,17 +17,17 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 1029,  # one home for each thing outside: files, settings, signals, processes, network
+    "base": 1037,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1386,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1671,  # jobs on a cluster: what is there, what should be, one pass
     "train": 1049,  # a process with torch: the task, its ranks, its device, its health
     "saved": 971,  # tensors on disk, committed by link(): what both modes begin with
     "local": 588,  # local mode: what both sides of the wire speak
-    "local/worker": 1388,  # one slot: hold the lease, train, deliver
+    "local/worker": 1389,  # one slot: hold the lease, train, deliver
     "local/master": 1116,  # one master: Redis, samples, rounds, commits
-    "sync": 1050,  # sync mode: one job that resizes
-    "people": 2142,  # what a person asks and sees
-    "lab": 1173,  # trying and proving; nothing imports it
+    "sync": 1051,  # sync mode: one job that resizes
+    "people": 2147,  # what a person asks and sees
+    "lab": 1172,  # trying and proving; nothing imports it
     "commands": 458,  # click: options, checks, exit codes
     ".": 187,  # the public names, and the tasks that come along
 }

@@ -8,17 +8,18 @@ overwritten its environment, as Redis does, belongs to the owner of its nearest 
 
 import contextlib
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from signal import SIGABRT, SIGKILL, SIGSTOP
+from signal import SIGABRT, SIGCONT, SIGKILL, SIGSTOP
 from typing import NamedTuple
 
 from elastic.base.errors import ElasticError
 
 END_TIMEOUT_S = 10.0
-STACKS_S = 2.0  # for a process to print its stacks
+STACKS_S = 5.0  # for processes to print their stacks
 POLL_S = 0.02
 
 
@@ -95,14 +96,25 @@ def kill_all(find: Callable[[], set[int]]) -> None:
         time.sleep(POLL_S)
 
 
-def abort(pids: Iterable[int]) -> None:
-    """SIGABRT these processes one after the other: the stacks that they print would mix
-    where they share a pipe."""
-    for pid in sorted(pids):
+def abort(pids: Iterable[int], meanwhile: Callable[[], object] = lambda: None) -> None:
+    """SIGABRT these processes, but for those that ignore it. One after the other, the newest
+    first: the stacks that they print would mix where they share a pipe. All are stopped
+    before, so that none reacts to the end of another; the caller kills those that are left.
+    `meanwhile` is called again and again."""
+    asked = sorted(filter(_hears_abort, pids), reverse=True)
+    send(asked, SIGSTOP)
+    for pid in asked:
         send([pid], SIGABRT)
-        deadline = time.monotonic() + STACKS_S
+        send([pid], SIGCONT)
+        deadline = time.monotonic() + STACKS_S / len(asked)
         while Process.of(pid) and time.monotonic() < deadline:
+            meanwhile()
             time.sleep(POLL_S)
+
+
+def _hears_abort(pid: int) -> bool:
+    ignored = re.search(r"(?m)^SigIgn:\s*(\w+)", read(f"/proc/{pid}/status"))
+    return bool(ignored) and not int(ignored[1], 16) >> (SIGABRT - 1) & 1
 
 
 def send(pids: Iterable[int], number: int) -> None:

@@ -30,7 +30,7 @@ from elastic.lab.played import Costs, Nodes, Requeue, Sync, Trace
 from elastic.lab.played_local import Local
 from elastic.run import estimate
 
-SAVED = 12  # bytes an element of a checkpoint: float32, and AdamW's two
+SAVED = 12  # bytes an element of a checkpoint, at most: float32, and AdamW's two
 # With this share of what local mode keeps, sync mode is better: it trains as if undisturbed.
 WORTH_SYNC = 0.97
 MOST_ROUNDS = 50_000  # so many can be played

@@ -60,8 +60,7 @@ def trials(config: Callable[[list[str]], Config], arms: Sequence[str],
     for seed in range(seeds):
         for arm in (BASELINE, *arms):
             settings = [f"run.name={base.run.name}-{arm}-{seed}", f"run.seed={seed}",
-                        f"elastic.min={base.elastic.max}",
-                        f"train.optimizer={base.train.optimizer}"]  # fmt: skip
+                        f"elastic.min={base.elastic.max}"]
             if arm == BASELINE:
                 settings += ["run.mode=sync", f"sync.global_batch_size={samples}"]
             else:

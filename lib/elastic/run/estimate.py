@@ -96,7 +96,7 @@ def version_bytes(model: Model) -> int:
 def save_of(model: Model, config) -> Save:
     """In local mode a worker's delta, and then AdamW's moments (Muon has fewer), without
     which the learning rate ramps up again. In sync mode a node's part of a checkpoint of
-    the smallest job."""
+    the smallest job, at most: that of AdamW."""
     if config.run.mode == "local":
         return Save(model.delta_bytes, model.delta_bytes + 8 * model.numel)
     part = 12 * model.numel / max(1, config.elastic.min // config.slurm.gpus_per_node)

@@ -33,14 +33,14 @@ def scale(shape: torch.Size) -> float:
     return 0.2 * math.sqrt(max(shape))
 
 
-def factor_of(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix, in the type of the products."""
+def for_products(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix, in the type in which it is multiplied."""
     return matrix.to(torch.float32 if matrix.is_cpu else torch.bfloat16)
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix with all its singular values about 1, between 0.7 and 1.2: a few steps of
-    x = (A + B x x' + C (x x')^2) x."""
+    """The matrix with its singular values between about 0.7 and 1.2, but for tiny ones: a few
+    steps of x = (A + B x x' + C (x x')^2) x."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix  # x x' is the smaller product
     x = x / x.norm().clamp_min(TINY)

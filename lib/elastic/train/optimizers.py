@@ -64,12 +64,13 @@ class Muon(Eager, Optimizer):
             own.add_(update, alpha=-group["lr"] * muon.scale(param.shape))
 
     def _smoothed(self, param: nn.Parameter, momentum: float) -> torch.Tensor:
-        """This rank's part of the gradient with Nesterov momentum, which takes it in."""
+        """This rank's part of the gradient with Nesterov momentum, after an update of the
+        momentum."""
         state, grad = self.state[param], own_part(param.grad)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param.grad)
         held = own_part(state["momentum_buffer"]).lerp_(grad, 1 - momentum)
-        return muon.factor_of(grad.lerp(held, momentum))
+        return muon.for_products(grad.lerp(held, momentum))
 
 
 class Together(Eager, Optimizer):
@@ -121,13 +122,14 @@ def default_optimizer(model: nn.Module, train) -> Optimizer:
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The weights of linear layers, but for the head's: the last one, or one that is an
-    embedding's, too; and but for one that is no parameter, as of weight_norm."""
+    embedding's, too; and but for one that is no parameter, as of weight_norm, or no matrix,
+    as of several experts."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     others = [*tables, *linear[-1:]]
     left = {id(param) for module in others for param in module.parameters(recurse=False)}
     named = (each for module in linear for each in module.named_parameters(recurse=False))
-    weights = dict.fromkeys(param for name, param in named if name == "weight")
+    weights = dict.fromkeys(param for name, param in named if name == "weight" and param.dim() == 2)
     return [each for each in weights if each.requires_grad and id(each) not in left]
 
 

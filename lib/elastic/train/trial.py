@@ -20,6 +20,7 @@ from elastic.base.environment import env
 from elastic.base.signals import Notice
 from elastic.train.device import join, precision, shard
 from elastic.train.group import Group
+from elastic.train.optimizers import default_optimizer
 
 STEPS, WIDTH, SAMPLES = 20, 512, 8
 TIMEOUT_S = 60.0
@@ -33,12 +34,13 @@ def run(notice: Notice) -> int:
     group = join(config, rank, int(env("WORLD_SIZE")), TIMEOUT_S)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     shard(model, config, group.device)
-    optimizer, began = torch.optim.AdamW(model.to(group.device).parameters()), 0.0
+    # The run's own: Muon's ranks hand parts of matrices to each other.
+    optimizer, began = default_optimizer(model.to(group.device), config.train), 0.0
     notice.exit_code, autocast = None, precision(config.train.precision, group.device)
     for step in itertools.count():
         with autocast():
-            goes_on = _goes_on(model, optimizer, group, notice)
-        if not goes_on:
+            loss = model(torch.randn(SAMPLES, WIDTH, device=group.device)).square().mean()
+        if not _goes_on(loss, optimizer, group, notice):
             break
         began = began or time.perf_counter()  # without what happens once
         if step == STEPS:
@@ -49,9 +51,8 @@ def run(notice: Notice) -> int:
     return 0
 
 
-def _goes_on(model, optimizer, group: Group, notice: Notice) -> bool:
+def _goes_on(loss: torch.Tensor, optimizer, group: Group, notice: Notice) -> bool:
     """Take a step; True if no rank has had a notice. All ranks hear the same."""
-    loss = model(torch.randn(SAMPLES, WIDTH, device=group.device)).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

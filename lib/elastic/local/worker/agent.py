@@ -377,8 +377,10 @@ class Agent:
         if (still_s := training.still_s()) > self.config.health.hang_timeout_s:
             self.program.event("hang", seconds=round(still_s))
             training.said += b"agent  no sign of life for %.0f s: killed\n" % still_s
-            proc.abort(training.pids())
+            proc.abort(training.pids(), meanwhile=training.read)
             training.kill()
+            # Processes that a dead filesystem holds outlive that: they are told of again.
+            training.moved = training.heard = time.monotonic()
 
     def _leave_if_deserted(self, training: Training) -> None:
         """Give the GPUs back if there has been no master for `health.master_wait`, and so
