@@ -6,7 +6,8 @@ and where ranks share the matrices: ours, and torch's own with products of float
 One matrix and its gradient, one thread. Predicted before the first measurement: 20 x, on a CPU
 without instructions for bfloat16 (AMD EPYC with AVX2). Measured there: 92.9 ms in float32, 1,674 ms
 in bfloat16 (18 x), AdamW 9.8 ms. On a CPU that has them (AVX512-BF16, beside other work): 130 ms in
-float32, 60 ms in bfloat16, AdamW 3.2 ms; there float32 costs a factor of two.
+float32, 60 ms in bfloat16, AdamW 3.2 ms; with nothing beside it: 120 to 124, 30, 2.1 to 3.4 ms.
+Four ranks took 0.30 of torch's time; 0.4 to 0.5 was predicted.
 """
 
 import argparse

@@ -13,8 +13,8 @@ each: rank i gets the rows of the i-th, and returns those of its update. So of a
 products a rank has its share, and every element travels twice in a step.
 
 Products are of bfloat16 on a GPU, and of float32 on a CPU: one without instructions for
-bfloat16 needs 18 times as long for it; one that has them, half as long
-(tests/bench/bench_muon.py). No machine is far too slow.
+bfloat16 needs 18 times as long for it; one that has them, a quarter to a half
+(tests/bench/bench_muon.py). So none is far too slow.
 """
 
 import math
