@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from elastic.base.proc import Process, abort, kill_all, read
+from elastic.base.proc import STACKS_S, Process, abort, kill_all, read
 from helpers import wait_until
 
 LEADER_LEAVES = """
@@ -58,11 +58,14 @@ def test_the_stacks_of_processes_that_share_a_pipe_do_not_mix():
                                          stderr=writer, pass_fds=(ears, mouth)))  # fmt: skip
     for descriptor in (writer, *sum(lines, ())):
         os.close(descriptor)
-    for child in children:
-        child.stdout.readline()
-    abort([child.pid for child in children])
-    for child in children:
-        child.communicate()
+    try:
+        for child in children:
+            child.stdout.readline()
+        abort([child.pid for child in children])
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
     with os.fdopen(reader) as pipe:
         said = pipe.read()
     found = re.findall(r'(?m)^  File "<string>", line \d+ in hangs$', said)
@@ -74,8 +77,12 @@ def test_who_ignores_it_is_neither_stopped_nor_waited_for():
     command = "trap '' ABRT; echo; while read -r line; do echo \"$line\"; done"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     child = subprocess.Popen(["sh", "-c", command], text=True, **pipes)
-    child.stdout.readline()
-    began = time.monotonic()
-    abort([child.pid])
-    assert time.monotonic() - began < 1
-    assert child.communicate("still there\n") == ("still there\n", None)
+    try:
+        child.stdout.readline()
+        began = time.monotonic()
+        abort([child.pid])
+        assert time.monotonic() - began < STACKS_S
+        assert child.communicate("still there\n", timeout=20) == ("still there\n", None)
+    finally:
+        child.kill()
+        child.wait()
