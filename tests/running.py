@@ -29,6 +29,7 @@ from elastic.run.audit import audit
 from elastic.run.membership import Slot
 from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
+from elastic.saved.drafts import settle
 from helpers import PATIENCE, ROOT, elastic, environment
 from stores import BothSides
 
@@ -85,6 +86,12 @@ class Running:
     @property
     def version(self) -> int:
         return self.run.commits.newest_version()
+
+    def folder(self, version: int) -> Path:
+        """Of a version's files: it is committed before the folder gets its name."""
+        folder = self.run.version_path(version)
+        settle(folder, self.run.commits.of(version).writer)
+        return folder
 
     def events(self, kind: str = "") -> list[dict]:
         return [event for event in self.run.events() if kind in ("", event["kind"])]

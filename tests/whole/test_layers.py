@@ -21,12 +21,12 @@ FOLDERS = {
     "run": 1386,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1671,  # jobs on a cluster: what is there, what should be, one pass
     "train": 1049,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 971,  # tensors on disk, committed by link(): what both modes begin with
+    "saved": 973,  # tensors on disk, committed by link(): what both modes begin with
     "local": 588,  # local mode: what both sides of the wire speak
     "local/worker": 1389,  # one slot: hold the lease, train, deliver
     "local/master": 1116,  # one master: Redis, samples, rounds, commits
     "sync": 1051,  # sync mode: one job that resizes
-    "people": 2147,  # what a person asks and sees
+    "people": 2143,  # what a person asks and sees
     "lab": 1172,  # trying and proving; nothing imports it
     "commands": 458,  # click: options, checks, exit codes
     ".": 187,  # the public names, and the tasks that come along

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.base.durable import draft_of
 from elastic.run.rundir import RunDir
 from helpers import ROOT, elastic, environment
 from running import TESTS, Running, kill_all
@@ -53,6 +54,17 @@ def test_every_command_reads_a_run_of_an_older_version(left, tmp_path):
         for words in COMMANDS:
             done = elastic(*words, env=dict(os.environ))
             assert (done.returncode, done.stderr) == (0, ""), words
+
+
+def test_a_version_whose_folder_was_not_named_yet_is_evaluated(left):
+    """Its writer died between its commit and the rename: "no longer on disk"."""
+    commit = left.run.commits.newest()
+    if commit is None:  # sync mode
+        return
+    folder = left.run.version_path(commit.version)
+    folder.rename(draft_of(folder, commit.writer))
+    done = elastic("evaluate", "tiny", "--json", env=dict(os.environ))
+    assert json.loads(done.stdout)["version"] == commit.version
 
 
 def test_a_run_of_an_older_version_goes_on_and_trains_what_was_left(left):

@@ -8,7 +8,6 @@ limit.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 
 from elastic.base import config as configuration, network, proc
 from elastic.base.config import Config
-from elastic.base.durable import check_private, create_once, write_atomic
+from elastic.base.durable import check_private, create_once, lock, write_atomic
 from elastic.base.environment import cron_line, runs_root, user_name
 from elastic.base.errors import ElasticError
 from elastic.jobs import sched_slurm
@@ -136,11 +135,7 @@ def _links_once(path: Path) -> bool:
 def _locks_once(path: Path) -> bool:
     """Without it (Lustre needs -o flock) two passes at once may submit a job twice."""
     with path.open("wb") as mine, path.open("wb") as other:
-        fcntl.flock(mine, fcntl.LOCK_EX)
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return False
-    return True
+        return lock(mine.fileno(), 0.0) and not lock(other.fileno(), 0.0)
 
 
 def filesystem_of(path: Path) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elastic.base.config import Config
+from elastic.base.durable import exists
 from elastic.base.errors import UsageError
 from elastic.run.claims import FOLDER, numbers
 from elastic.run.records import Commit
@@ -36,8 +37,8 @@ def evaluate(run: RunDir, version: int | None = None) -> dict:
     if commit is None:
         wanted = "no version" if version is None else f"no version {version}"
         raise UsageError(f"{wanted} of {run.name} is committed", f"elastic-status {run.name}")
-    kept = sorted(numbers(run.path / "versions", FOLDER))
-    if commit.version not in kept:
+    if not exists(versions.folder_of(run, commit)):
+        kept = sorted(numbers(run.path / "versions", FOLDER))
         hint = f"there are versions {', '.join(map(str, kept))}; see checkpoint.keep_every"
         raise UsageError(f"version {commit.version} is no longer on disk", hint)
     return {"version": commit.version, **of_version(run, commit)}

@@ -99,13 +99,18 @@ def verified(run: RunDir, commit: Commit, name: str) -> Path:
     entries = {Path(entry["path"]).name: entry for entry in commit.files}
     if name not in entries:
         raise ElasticError(f"version {commit.version} has no file {name}")
-    folder = (run.version_path(commit.version), commit.writer)
-    with contextlib.suppress(OSError):  # without a name it is read where it is
-        drafts.settle(*folder)
-    path = drafts.place(*folder) / name
+    path = folder_of(run, commit) / name
     if reason := durable.damage(path, entries[name]):
         raise ElasticError(reason, "restore it from a backup")
     return path
+
+
+def folder_of(run: RunDir, commit: Commit) -> Path:
+    """Where the files of a committed version are, or were until they were pruned."""
+    folder = (run.version_path(commit.version), commit.writer)
+    with contextlib.suppress(OSError):  # without a name it is read where it is
+        drafts.settle(*folder)
+    return drafts.place(*folder)
 
 
 def parts_of_file(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:

@@ -281,7 +281,7 @@ def test_a_worker_whose_delta_is_damaged_on_the_way_trains_the_round_again(
 
 
 def outer(run: Running, version: int) -> dict[str, torch.Tensor]:
-    return load_file(run.run.version_path(version) / "outer-00.safetensors")
+    return load_file(run.folder(version) / "outer-00.safetensors")
 
 
 def test_a_version_that_makes_the_loss_rise_is_taken_back(run: Running):

@@ -30,7 +30,7 @@ TWO = {**EXACT, "slurm.gpus_per_worker": 2, "elastic.min": 2, "elastic.max": 2}
 
 def parameters(run: Running, version: int) -> dict[str, torch.Tensor]:
     """The master's float32 parameters of a version."""
-    state = load_file(run.run.version_path(version) / "outer-00.safetensors")
+    state = load_file(run.folder(version) / "outer-00.safetensors")
     return {name: value for name, value in state.items() if name.startswith("param/")}
 
 

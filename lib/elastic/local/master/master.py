@@ -39,7 +39,7 @@ from elastic.run.ledger import Owner
 from elastic.run.membership import Slot, expected
 from elastic.run.records import Commit, Outcome
 from elastic.run.rundir import RunDir
-from elastic.saved.versions import remove_drafts
+from elastic.saved.versions import folder_of, remove_drafts
 
 CONTROL_S = 1.0
 # Errors after which the master goes on: at worst the files of merged deltas stay on the
@@ -308,8 +308,8 @@ class Master:
     def close_round(self, why: str) -> None:
         """Merge, commit, announce. A delta whose bytes are lost is left out."""
         intake, round_ = self.intake, self.intake.round
-        before = self.run.version_path(round_.version - 1)
-        can_revert = self.state == "running" and exists(before)
+        before = self.run.commits.of(round_.version - 1)
+        can_revert = self.state == "running" and before and exists(folder_of(self.run, before))
         closing = round_.close(can_revert, self.epoch, round(self.server.now(), 3))
         self.journal.wait_for_space()
         self.fence()
