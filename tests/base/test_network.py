@@ -3,11 +3,13 @@
 pytest tests/base/test_network.py
 """
 
+import random
 import socket
 from pathlib import Path
 
 import pytest
 
+from elastic.base import network
 from elastic.base.errors import ElasticError
 from elastic.base.network import PORTS, bind_address, free_ports, interfaces, listens
 
@@ -20,15 +22,24 @@ def test_ports_are_none_that_the_kernel_gives_to_clients_meanwhile():
     assert PORTS.stop <= max(lowest, 32_000)
     ports = free_ports("127.0.0.1", 5)
     assert len(set(ports)) == 5
-    assert all(port in PORTS for port in ports)
+    assert all(port in network.PORTS for port in ports)
 
 
 def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch):
     taken, free = free_ports("127.0.0.1", 2)
-    monkeypatch.setattr("random.sample", lambda *_: [taken, free])
+    monkeypatch.setattr("random.Random.sample", lambda *_: [taken, free])
     with socket.create_server(("127.0.0.1", taken)):
         assert listens("127.0.0.1", taken)
         assert free_ports("127.0.0.1") == [free]
+
+
+def test_ports_do_not_follow_the_seed_of_a_run():
+    """Two masters of one node, of runs with one seed, drew the same ports."""
+    found = []
+    for _ in range(2):
+        random.seed(0)
+        found.append(free_ports("127.0.0.1", 4))
+    assert found[0] != found[1]
 
 
 def test_a_site_names_the_interface_on_which_ranks_meet():

@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from signal import SIGKILL
 from types import SimpleNamespace
@@ -29,8 +29,10 @@ from elastic.people import submission
 from elastic.run.rundir import Control, RunDir
 from helpers import ROOT, wait_until
 
-PATIENT = 'trap "echo notice >> told; exit 0" TERM; while :; do sleep 0.05; done'
-DEAF = 'trap "" TERM; sleep 1000 & setsid sleep 1000 & while :; do sleep 0.05; done'
+# They say that they have started once they hear a notice, or are deaf.
+WAITS = "echo $ELASTIC_JOB_ID >> starts; while :; do sleep 0.05; done"
+PATIENT = f'trap "echo notice >> told; exit 0" TERM; {WAITS}'
+DEAF = f'trap "" TERM; sleep 1000 & setsid sleep 1000 & {WAITS}'
 
 
 class Site:
@@ -50,7 +52,7 @@ class Site:
 
     def script(self, text: str) -> None:
         path = self.home / "bin" / "elastic"
-        path.write_text(f"#!/bin/sh\necho $ELASTIC_JOB_ID >> starts\n{text}\n")
+        path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
 
     def submit(self, slot: int = 0, role: str = "worker", folder: Path | None = None) -> str:
@@ -262,6 +264,16 @@ def test_a_cancelled_job_is_told_first_and_killed_at_once_only_on_request(site):
     assert site.lines("told") == ["notice"]
 
 
+def test_a_job_is_killed_that_shows_no_mark_just_then(site, monkeypatch):
+    """In the middle of an exec a process has no environment; the job lived on."""
+    job_id = site.submit()
+    site.started(job_id)
+    with monkeypatch.context() as patch:
+        patch.setattr(proc, "families", lambda *_: defaultdict(set))
+        site.scheduler.kill(job_id)
+    assert site.state(job_id) == "ENDED"
+
+
 def test_a_kill_takes_children_in_other_sessions_and_with_another_environment(site):
     site.script("setsid env -i sleep 1000 & (sleep 1000 &) ; setsid --fork sleep 1000; sleep 1000")
     job_id = site.submit()
@@ -280,6 +292,7 @@ def test_what_outlives_the_first_process_of_a_job_is_killed_by_the_next_caller(s
 
 def test_a_pid_that_now_belongs_to_another_process_is_not_the_job(site):
     job_id = site.submit()
+    site.started(job_id)
     claim = site.scheduler._path(job_id, "claim")
     fields = claim.read_text().split()
     fields[21] = str(int(fields[21]) - 1)

@@ -90,7 +90,7 @@ def config(origin="default", **changes):
     ],
 )
 def test_what_will_hurt_is_said_and_nothing_else(changes, rounds, words):
-    found = warnings(MODEL, 32, config(**changes), rounds)
+    found = [*warnings(MODEL, 32, config(**changes), rounds)]
     assert len(found) == len(words)
     assert all(text.startswith(word) for text, word in zip(found, words, strict=True))
 

@@ -18,8 +18,8 @@ PACKAGE = ROOT / "lib" / "elastic"
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
     "base": 1037,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1386,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1671,  # jobs on a cluster: what is there, what should be, one pass
+    "run": 1385,  # one run on disk: its folder, its records, its samples, its proof
+    "jobs": 1673,  # jobs on a cluster: what is there, what should be, one pass
     "train": 1049,  # a process with torch: the task, its ranks, its device, its health
     "saved": 973,  # tensors on disk, committed by link(): what both modes begin with
     "local": 588,  # local mode: what both sides of the wire speak

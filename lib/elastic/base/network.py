@@ -89,7 +89,8 @@ def free_ports(address: str, count: int = 1) -> list[int]:
     """TCP ports on `address` ("": on all) on which nobody listens now. The kernel gives
     them to no client: a server may use one half a minute later."""
     ports = []
-    for port in random.sample(PORTS, len(PORTS)):
+    # Not of the generator that a run's seed sets: two masters would draw the same ports.
+    for port in random.Random().sample(PORTS, len(PORTS)):
         with contextlib.suppress(OSError):
             socket.create_server((address, port)).close()
             ports.append(port)

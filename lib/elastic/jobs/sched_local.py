@@ -106,7 +106,9 @@ class LocalScheduler:
     def kill(self, job_id: str) -> None:
         """End all processes of a running job without notice, as a lost node does; but this
         one."""
-        proc.kill_all(lambda: proc.families(MARK, self.state)[job_id] - {os.getpid()})
+        leader = self._leader(job_id)
+        first = {leader.pid} if leader else set()  # it shows no mark in the middle of an exec
+        proc.kill_all(lambda: (first | proc.families(MARK, self.state)[job_id]) - {os.getpid()})
 
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
         """GPUs, at most `most`, that nobody uses."""

@@ -9,6 +9,7 @@ A transfer takes as long as its narrowest place: one process, or the filesystem 
 whole. Without overlap the four follow each other, and workers stand still for their sum.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from elastic.base.units import size
@@ -103,22 +104,20 @@ def save_of(model: Model, config) -> Save:
     return Save(part, part)
 
 
-def warnings(model: Model, workers: int, config, rounds: float) -> list[str]:
+def warnings(model: Model, workers: int, config, rounds: float) -> Iterator[str]:
     """What is likely to hurt, with the way out. `rounds`: of the whole run; 0: not
     known."""
     sgd, up = config.local_sgd, workers * model.delta_bytes
     version = version_bytes(model)
     space = version * (config.checkpoint.keep + 1) + up * (sgd.max_staleness + 1)
     space += workers * 8 * model.numel  # inner states
-    hurts = {
-        f"the run takes up to {size(space)} of disk, and would start with"
-        f" {size(config.checkpoint.min_free_bytes)} free: raise checkpoint.min_free":
-            config.checkpoint.min_free_bytes < version,
-        f"the run has {rounds:.0f} rounds, and the outer optimizer wants a hundred:"
-        " lower local_sgd.inner_steps":
-            0 < rounds < 100 and not config.origin("local_sgd.inner_steps").startswith(CHOSEN),
-    }  # fmt: skip
-    return [text for text, holds in hurts.items() if holds]
+    least = config.checkpoint.min_free_bytes
+    if least < version:
+        yield (f"the run takes up to {size(space)} of disk, and would start with"
+               f" {size(least)} free: raise checkpoint.min_free")  # fmt: skip
+    if 0 < rounds < 100 and not config.origin("local_sgd.inner_steps").startswith(CHOSEN):
+        yield (f"the run has {rounds:.0f} rounds, and the outer optimizer wants a hundred:"
+               " lower local_sgd.inner_steps")  # fmt: skip
 
 
 def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
