@@ -39,7 +39,7 @@ from elastic.run.ledger import Owner
 from elastic.run.membership import Slot, expected
 from elastic.run.records import Commit, Outcome
 from elastic.run.rundir import RunDir
-from elastic.saved.versions import folder_of, remove_drafts
+from elastic.saved.versions import remove_drafts
 
 CONTROL_S = 1.0
 # Errors after which the master goes on: at worst the files of merged deltas stay on the
@@ -59,7 +59,7 @@ class Master:
         self.commit: Commit | None = None  # the newest version's
         self.averager: Averager | None = None  # holds the newest version
         self.intake: Intake | None = None  # of the open round
-        self.passes: Passes | None = None  # once it has taken over
+        self.passes: Passes | None = None  # while it is at work
         self.controlled_at = -CONTROL_S  # by this process's clock
         self.ending_since = 0.0  # Redis TIME
 
@@ -74,6 +74,8 @@ class Master:
         self.program.record("started")
         if closing := self.program.closing("local", self.notice):
             return self.end(end_of_run(closing))
+        every_s = self.config.elastic.reconcile_interval_s
+        self.passes = Passes(self.run, every_s, every_s)
         try:
             self.take_over()
             while self.state != "over":
@@ -96,8 +98,6 @@ class Master:
         job_id = self.program.job_id
         record = {"job_id": job_id, "node": node_name(), "time": time.time()}
         self.program.attempt = self.journal.written(self.run.masters.claim, record)
-        every_s = self.config.elastic.reconcile_interval_s
-        self.passes = Passes(self.run, every_s, every_s)
         self._open_redis()
         self.run.event("master", epoch=self.epoch, node=node_name(), job_id=job_id)
         self.journal.say(f"epoch {self.epoch}, Redis at {self.server.store.where}")
@@ -308,8 +308,8 @@ class Master:
     def close_round(self, why: str) -> None:
         """Merge, commit, announce. A delta whose bytes are lost is left out."""
         intake, round_ = self.intake, self.intake.round
-        before = self.run.commits.of(round_.version - 1)
-        can_revert = self.state == "running" and before and exists(folder_of(self.run, before))
+        before = self.run.version_path(round_.version - 1)
+        can_revert = self.state == "running" and exists(before)
         closing = round_.close(can_revert, self.epoch, round(self.server.now(), 3))
         self.journal.wait_for_space()
         self.fence()
