@@ -1,10 +1,11 @@
 """Fixtures for all tests: an empty home, a run directory, a Redis server, a store of one's own.
 
-Nothing here outlives the tests: the server dies with this process, however it ends.
+Nothing outlives the tests, however this process ends.
 """
 
 import contextlib
 import os
+import socket
 import subprocess
 import uuid
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ import pytest
 import redis
 from hypothesis import settings
 
-from elastic.base import config as configuration
+from elastic.base import config as configuration, network
 from elastic.base.network import free_port
 from elastic.base.signals import die_with_parent
 from elastic.run.rundir import Control, Endpoint, RunDir
-from helpers import wait_until
-from running import command_line, kill_all, members
+from helpers import SESSION, afterwards, wait_until
+from running import TESTS, command_line, kill_all, members
 from stores import Anybody
 
 os.umask(0o022)  # as bin/elastic has it: what others may write to is refused
@@ -71,11 +72,27 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def own_ports():
+    """Ports that no other session takes between the moment when they are found free and that when
+    a daemon listens there. (What runs choose themselves is above these.)"""
+    for first in range(3000, 10_000, 700):
+        with socket.socket(socket.AF_UNIX) as sign, contextlib.suppress(OSError):
+            sign.bind(f"\0elastic-tests-{first}")  # of this machine, for as long as it is open
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(network, "PORTS", range(first, first + 700))
+                yield
+                return
+    yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def nobodys_home(tmp_path_factory):
     """What tests ask themselves leaves nothing in the user's home, and no process."""
     folder = tmp_path_factory.getbasetemp()
-    with pytest.MonkeyPatch.context() as patch:
+    kill = f'"$ELASTIC_PYTHON" {TESTS / "running.py"} "$1"'
+    with afterwards(kill, str(folder)), pytest.MonkeyPatch.context() as patch:
         patch.setenv("ELASTIC_HOME_DIR", str(folder / "nobodys"))
+        patch.setenv(SESSION, str(folder))
         yield
     with contextlib.suppress(AssertionError):  # one may be about to end
         wait_until(lambda: not members(folder), 2, "nobody is left")

@@ -3,18 +3,21 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from elastic.base.errors import TryAgain
 from elastic.run.records import Commit, Delta
 
 ROOT = Path(__file__).resolve().parents[1]
+SESSION = "ELASTIC_TESTS"  # carried by what a session of tests starts: its folder
 PATIENCE = 4  # a deadline is there to end a hang; a busy machine is no failure
 
 
@@ -30,6 +33,35 @@ def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> 
     raise AssertionError(f"not within {timeout_s} s: {what}")
 
 
+@contextlib.contextmanager
+def afterwards(script: str, *words: str) -> Iterator[None]:
+    """Should this process be killed meanwhile, the shell runs `script` with these words ($1, …)."""
+    wait = 'tail --pid="$0" -s 0.5 -f /dev/null'
+    places = {"ELASTIC_PYTHON": sys.executable, "PYTHONPATH": f"{ROOT / 'lib'}:{ROOT / 'tests'}"}
+    nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    watcher = subprocess.Popen(
+        ["sh", "-c", f"{wait}\n{script}", str(os.getpid()), *words], start_new_session=True,
+        cwd="/", env={"PATH": os.environ["PATH"], **places}, **nothing,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        os.killpg(watcher.pid, signal.SIGKILL)
+        watcher.wait()
+
+
+@contextlib.contextmanager
+def short_folder() -> Iterator[Path]:
+    """With a short name (sockets!), which everybody may enter, unlike pytest's own."""
+    folder = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
+    folder.chmod(0o755)
+    with afterwards('rm -rf "$1"', str(folder)):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+
 def commit_of(version: int = 0, **told) -> Commit:
     """A commit made by hand: of nothing, but for what is told."""
     nothing = {"master_epoch": 1, "time": 0.0, "tokens": 0, "samples": (), "deltas": ()}
@@ -43,7 +75,8 @@ def delta_of(slot: int = 0, **told) -> Delta:
 
 def environment(home: Path, **extra: str) -> dict[str, str]:
     """A clean environment whose runs and registry are below `home`."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    names = ("PATH", "HOME", "LANG", SESSION)
+    kept = {name: os.environ[name] for name in names if name in os.environ}
     return kept | {
         "ELASTIC_HOME_DIR": str(home / "registry"),
         "ELASTIC_RUNS": str(home / "runs"),

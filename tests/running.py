@@ -14,23 +14,25 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from elastic.base import proc
 from elastic.base.durable import checksum, replace_quickly, to_json, write_atomic
 from elastic.base.errors import TryAgain
 from elastic.jobs import reconcile
 from elastic.jobs.history import Job
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.run.audit import audit
-from elastic.run.membership import Slot
+from elastic.run.membership import WORKING, Slot
 from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
 from elastic.saved.drafts import settle
-from helpers import PATIENCE, ROOT, elastic, environment
+from helpers import PATIENCE, ROOT, elastic, environment, wait_until
 from stores import BothSides
 
 TESTS = Path(__file__).resolve().parent
@@ -133,13 +135,39 @@ class Running:
             "redis": "redis-server",
         }
         words = known.get(kind, kind)
-        found = ((pid, command_line(pid)) for pid in members(self.home))
-        return [pid for pid, line in found if words in line and "sbatch/rank.sh" not in line]
+        lines = ((pid, command_line(pid)) for pid in members(self.home))
+        found = [pid for pid, line in lines if words in line and "sbatch/rank.sh" not in line]
+        # Until it runs a command of its own, what one of them starts looks like it.
+        once = kind in ("master", "agent", "redis")
+        return [pid for pid in found if not (once and parent(pid) in found)]
 
     def trainer_of(self, slot: int) -> int:
         return self.slot(slot).pid
 
     # ---- what happens to it
+
+    def hold(self, number: int = 0) -> None:
+        """Stop a slot's ranks amid a round: no round closes until they go on."""
+        def is_amid_a_round() -> bool:
+            self._signal_ranks(number, signal.SIGSTOP)
+            slot = self.slot(number)
+            for _ in range(3):  # the third beat tells what was said before the stop
+                self.until(lambda last=slot.beat: self.slots()[number].beat > last, 30, "a beat")
+                slot = self.slot(number)
+            if slot.state != "training":
+                self.go_on(number)
+            return slot.state == "training"
+
+        self.until(is_amid_a_round, 30, "the middle of a round")
+
+    def go_on(self, number: int = 0) -> None:
+        self._signal_ranks(number, signal.SIGCONT)
+
+    def _signal_ranks(self, number: int, signal_number: int) -> None:
+        agent = parent(self.trainer_of(number))
+        for pid in self.pids("trainer"):
+            if parent(pid) == agent:
+                os.kill(pid, signal_number)
 
     def pace(self, step_s: float, slot: int | None = None) -> None:
         """From now on an inner step takes so long (of one slot, or of all the others)."""
@@ -156,9 +184,12 @@ class Running:
         write_atomic(self.scheduler.state / "capacity.json", to_json({"gpus": gpus}))
 
     def flush(self) -> None:
-        """Empty its Redis."""
-        with self.store() as store:
-            assert store._redis.register_script(EMPTY)() > 0
+        """Empty its Redis, once the master has said there who it is."""
+        def is_emptied() -> bool:
+            with self.store() as store:
+                return store._redis.register_script(EMPTY)() > 0
+
+        wait_until(is_emptied, 30, "Redis is emptied")
 
     def reconcile(self) -> None:
         """One pass, if it is time for one."""
@@ -172,7 +203,7 @@ class Running:
         deadline = time.monotonic() + PATIENCE * timeout_s
         while True:
             self.reconcile()
-            with contextlib.suppress(NoLease):
+            with contextlib.suppress(NoLease, TryAgain):
                 if value := condition():
                     return value
             if failed := self.run.failed():
@@ -196,9 +227,11 @@ class Running:
         self.until(lambda: self.version >= goal, timeout_s, f"version {goal}")
 
     def workers(self, count: int = 2) -> None:
-        """Wait until so many workers train."""
+        """Wait until so many workers have begun."""
         def are_there() -> bool:
-            return [slot.state for slot in self.slots().values()].count("training") == count
+            slots = self.slots().values()
+            begun = [slot for slot in slots if slot.state in WORKING and slot.version >= 0]
+            return len(begun) == count
 
         self.until(are_there, 60, f"{count} workers train")
 
@@ -322,6 +355,11 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def parent(pid: int) -> int:
+    process = proc.Process.of(pid)
+    return process.parent if process else 0
+
+
 def kill_all(home: Path) -> None:
     """End every process that belongs to `home`, those included that are being started."""
     deadline = time.monotonic() + 20 * PATIENCE
@@ -331,3 +369,7 @@ def kill_all(home: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
         assert time.monotonic() < deadline, f"cannot be killed: {pids}"
         time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    kill_all(Path(sys.argv[1]))

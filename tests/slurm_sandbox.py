@@ -7,12 +7,11 @@ the daemons are not installed the tests skip, naming the packages; with ELASTIC_
 fail.
 """
 
+import contextlib
 import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from elastic.base.network import free_ports
 from elastic.lab import sandbox
 from elastic.lab.daemons import ADDRESS, Daemons
 from elastic.lab.sandbox import PACKAGES, Sandbox, Shape
-from helpers import ROOT
+from helpers import ROOT, afterwards
 
 MORE_PACKAGES = PACKAGES | dict.fromkeys(("mariadbd", "mariadb-install-db"), "mariadb-server")
 MORE_PACKAGES |= {"slurmdbd": "slurmdbd"}
@@ -74,34 +73,24 @@ def _require_slurm(packages: dict[str, str] = PACKAGES) -> None:
         pytest.skip(f"no private Slurm: {error.what} ({error.hint})")
 
 
-AFTERWARDS = """
-tail --pid="$0" -s 0.5 -f /dev/null
+DOWN = """
 for box in "$1"/*; do "$2" down --dir "$1" --name "${box##*/}"; done
 rmdir "$1"
 """
 
 
-class _folder:
-    """A short folder (sockets!) whose sandboxes all end with it, however the test ends: also if
-    this process is killed, and nobody calls `__exit__`."""
-
-    def __enter__(self) -> Path:
-        self.path = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
-        self.path.chmod(0o711)
-        what = [str(os.getpid()), str(self.path), str(ROOT / "bin/elastic-sandbox")]
-        nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        self.watcher = subprocess.Popen(
-            ["sh", "-c", AFTERWARDS, *what], start_new_session=True, cwd="/",
-            env={**os.environ, "ELASTIC_PYTHON": sys.executable}, **nothing,
-        )  # fmt: skip
-        return self.path
-
-    def __exit__(self, *_: object) -> None:
-        os.killpg(self.watcher.pid, signal.SIGKILL)
-        self.watcher.wait()
-        for path in self.path.iterdir():
-            Sandbox(path).down()
-        shutil.rmtree(self.path)
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A short folder (sockets!) whose sandboxes all end with it, however the test ends."""
+    folder = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
+    folder.chmod(0o711)
+    with afterwards(DOWN, str(folder), str(ROOT / "bin/elastic-sandbox")):
+        try:
+            yield folder
+        finally:
+            for path in folder.iterdir():
+                Sandbox(path).down()
+            shutil.rmtree(folder)
 
 
 def _up(folder: Path, accounting=False, job_submit=None, stale=None, **shape) -> Sandbox:

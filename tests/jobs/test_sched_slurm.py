@@ -534,8 +534,8 @@ AGENT = """#!/bin/sh
 role="$1" && shift  # elastic agent RUN_DIR SLOT, elastic master RUN_DIR
 said="$1/agent-${2:-$role}"
 gpus="$CUDA_VISIBLE_DEVICES"
-echo "start job=$ELASTIC_JOB_ID home=$ELASTIC_HOME gpus=$gpus tasks=$SLURM_NTASKS" >>"$said"
 trap 'echo TERM >>"$said"; exit 5' TERM
+echo "start job=$ELASTIC_JOB_ID home=$ELASTIC_HOME gpus=$gpus tasks=$SLURM_NTASKS" >>"$said"
 while :; do
     [ -e "$1/leave" ] && exit "$(cat "$1/leave")"
     sleep 0.1

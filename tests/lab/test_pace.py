@@ -271,6 +271,6 @@ def test_what_a_round_is_does_not_depend_on_who_came_first(tmp_path, fast, first
         commits = whole(run, 4)[2:]
     middle = middle_steps(commits[1:], slots)
     for slot in slots:
-        least, most = (25, 40) if slot == fast else (5, 15)
+        least, most = (25, 40) if slot == fast else (5, 20)
         assert least <= middle[slot] <= most, middle
-    assert min(shares(commits, slots)) >= 0.9, shares(commits, slots)
+    assert min(shares(commits, slots)) >= 0.8, shares(commits, slots)

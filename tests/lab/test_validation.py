@@ -235,7 +235,6 @@ def starts(runs: Path) -> int:
     return sum(path.read_text().count('"kind":"start"') for path in runs.glob("*/events.jsonl"))
 
 
-@pytest.mark.timeout(400)
 def test_the_command_trains_compares_and_goes_on(tiny: Path, tmp_path: Path):
     env = environment(tmp_path, PYTHONPATH=str(TESTS))
     options = ("--seeds", 2, "--margin", 100.0)

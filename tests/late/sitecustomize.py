@@ -1,7 +1,8 @@
 """On PYTHONPATH, this makes a process remember for LATE_S that a name was not there.
 
 A stand-in for NFS, whose client believes so until it asks for the folder's attributes again
-(acdirmax: a minute). What is in a file that is there is always new, as it is on NFS.
+(acdirmax: a minute). What is in a file that is there is always new, as it is on NFS. A file
+`missed` in the run's folder tells that a name was looked for in vain, and remembered.
 """
 
 import os
@@ -10,21 +11,24 @@ from pathlib import Path
 
 LATE_S = 12.0
 FOLDERS = ("masters", "commits")
-_exists, _read_bytes, _link = Path.exists, Path.read_bytes, os.link
+_stat, _read_bytes, _link = os.stat, Path.read_bytes, os.link
 _missed: dict[str, float] = {}  # name -> when it was looked for in vain
 
 
-def _is_hidden(path: Path) -> bool:
+def _is_hidden(path) -> bool:
     return time.monotonic() - _missed.get(str(path), -LATE_S) < LATE_S
 
 
-def _late_exists(path: Path, **options) -> bool:
-    found = not _is_hidden(path) and _exists(path, **options)
-    if not found and path.parent.name in FOLDERS:
-        _missed.setdefault(str(path), time.monotonic())
-        if not _is_hidden(path):
+def _late_stat(path, **options) -> os.stat_result:
+    if _is_hidden(path):
+        raise FileNotFoundError(str(path))
+    try:
+        return _stat(path, **options)
+    except FileNotFoundError:
+        if Path(str(path)).parent.name in FOLDERS:
             _missed[str(path)] = time.monotonic()
-    return found
+            (Path(path).parents[1] / "missed").touch()
+        raise
 
 
 def _late_read_bytes(path: Path) -> bytes:
@@ -38,4 +42,4 @@ def _link_of_ours(source, target, **options) -> None:
     _link(source, target, **options)
 
 
-Path.exists, Path.read_bytes, os.link = _late_exists, _late_read_bytes, _link_of_ours
+os.stat, Path.read_bytes, os.link = _late_stat, _late_read_bytes, _link_of_ours

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from elastic.jobs import reconcile
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.run.rundir import Control, RunDir
 from forks import NOBODY, as_nobody
+from helpers import short_folder
 
 FILES = ["control.json", "endpoint.json", "failed.json", "newest.json", "commits/000000.json",
          "exit/4711.json", "events.jsonl", "metrics.jsonl", "run.toml"]  # fmt: skip
@@ -176,18 +176,15 @@ def test_a_single_run_that_is_damaged_is_told_of_where_nobody_named_it(runs):
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
 def test_a_run_in_a_folder_that_is_closed_to_its_user_is_a_damaged_one_of_several(make_config):
     configs = [make_config(name=name) for name in ("odd", "sound")]
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    os.chown(folder, NOBODY, NOBODY)
 
-    def act() -> dict[str, list]:
+    def act(folder: Path) -> dict[str, list]:
         os.environ["ELASTIC_HOME_DIR"] = str(folder / "registry")
         control = Control("local", "stopped", 1, 1)
         runs = [RunDir.create(folder / config.run.name, config, control, {}) for config in configs]
         runs[0].path.parent.chmod(0)
         return answers(runs)
 
-    try:
-        said = as_nobody(act)
-    finally:
-        shutil.rmtree(folder)
+    with short_folder() as folder:
+        os.chown(folder, NOBODY, NOBODY)
+        said = as_nobody(lambda: act(folder))
     assert_the_others_are_served(said, "Permission denied", Exit.ERROR)

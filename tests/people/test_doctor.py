@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from elastic.lab.sandbox import Sandbox
 from elastic.people import doctor, tryout
 from elastic.run.estimate import Save
 from forks import as_nobody
-from helpers import PATIENCE, ROOT, elastic, environment, wait_until
+from helpers import PATIENCE, ROOT, elastic, environment, short_folder, wait_until
 
 pytest_plugins = ["slurm_sandbox"]
 pytestmark = pytest.mark.slurm
@@ -109,9 +108,10 @@ def asked(*args: object, code: int = 0, **environ: str) -> dict[str, dict]:
 
 
 def test_it_is_silent_on_a_good_cluster_and_leaves_nothing_behind(site, home):
-    before = set(os.listdir(tempfile.gettempdir()))
-    found = asked(ROOT / "etc/demo.toml", "--set", "run.scheduler=slurm")
-    for name in ("run folder", "torch"):
+    (home / "tmp").mkdir()
+    found = asked(ROOT / "etc/demo.toml", "--set", "run.scheduler=slurm", TMPDIR=str(home / "tmp"))
+    notice = found["notice"]["seen"]
+    for name in ("run folder", "torch", "notice"):
         if found[name]["verdict"] == "WARN" and SLOW in found[name]["fix"]:
             del found[name]
     assert {name: each["seen"] for name, each in found.items()
@@ -119,10 +119,9 @@ def test_it_is_silent_on_a_good_cluster_and_leaves_nothing_behind(site, home):
     skipped = {name for name, each in found.items() if each["verdict"] == "SKIP"}
     assert skipped <= {"limits", "gpus"}
     weighed = r"2 s .*; a save takes \S+ s \(\S+ s for what counts\): [\d.]+ MB at .*B/s"
-    assert re.fullmatch(weighed, found["notice"]["seen"])
+    assert re.fullmatch(weighed, notice)
     assert re.fullmatch(r"\d+\.\d+, \S+, over TLS", found["redis"]["seen"])
-    left = set(os.listdir(tempfile.gettempdir())) - before
-    assert [name for name in left if "elastic-doctor" in name] == []
+    assert not list((home / "tmp").glob("*elastic-doctor*"))
     assert not (home / "runs").exists()
     assert not list(home.glob(".elastic-doctor*"))
 
@@ -286,9 +285,9 @@ end
 
 
 def test_a_slurm_that_takes_no_node_back_is_named_and_a_long_kill_wait_delays_nothing(quick, plant):
-    plant(("^KillWait=.*", "KillWait=30"), (r"^(SchedulerParameters=.*)", r"\1,disable_job_shrink"))
+    plant(("^KillWait=.*", "KillWait=60"), (r"^(SchedulerParameters=.*)", r"\1,disable_job_shrink"))
     found = trying("slurm.gpus_per_node=2")
-    assert float(re.search(r"steps end in ([\d.]+) s", found["try kill"][1])[1]) < 10
+    assert float(re.search(r"steps end in ([\d.]+) s", found.pop("try kill")[1])[1]) < 30
     verdict, seen = found.pop("try shrink")
     assert (verdict, "scontrol failed: " in seen) == ("WARN", True), seen
     assert {verdict for verdict, _ in found.values()} == {"OK"}
@@ -359,7 +358,8 @@ def test_clocks_that_differ_are_named(site, home):
     clock = asked(code=1, **skewed)["clock"]
     assert clock["verdict"] == "FAIL"
     offsets = dict(re.findall(r"([a-z ]+) \+(\d+)\.\d s", clock["seen"].replace(", ", ",")))
-    assert {name: int(off) in (44, 45) for name, off in offsets.items()} == {
+    # Less by what passes between the two looks; by how much, depends on how busy this machine is.
+    assert {name: 30 < int(off) <= 45 for name, off in offsets.items()} == {
         "slurmctld": True, "run folder": True}  # fmt: skip
 
 
@@ -387,14 +387,10 @@ def test_a_redis_server_that_does_not_start_is_named(quick, site, monkeypatch):
 @pytest.mark.root
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
 def test_a_folder_that_cannot_be_written_is_named(quick, monkeypatch):
-    folder = Path(tempfile.mkdtemp(prefix="elastic-doctor-test-", dir="/tmp"))
-    try:
-        folder.chmod(0o755)
+    with short_folder() as folder:
         monkeypatch.setenv("ELASTIC_RUNS", str(folder))
         monkeypatch.setenv("ELASTIC_SITE", os.devnull)
         found = as_nobody(lambda: doctor.report(None, ["run.scheduler=local"])["checks"])
-    finally:
-        folder.rmdir()
     failed = {each["check"]: each["seen"] for each in found if each["verdict"] == "FAIL"}
     assert failed == {"run folder": f"cannot write to {folder}: Permission denied"}
 

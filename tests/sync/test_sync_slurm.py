@@ -130,7 +130,7 @@ class Cluster:
         return {end["job_id"]: end["outcome"] for end in ends}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbox, tmp_path):
     calm = ("MinJobAge=3600", "SlurmdTimeout=30")  # on a busy machine
     cluster = Cluster(new_sandbox(nodes=4, gpus=1, grace_s=20, settings=calm), tmp_path)
@@ -146,7 +146,6 @@ def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbo
 
     job, nodes = cluster.running(), expand_hostlist(cluster.running().node)
     cluster.pace.write_text("2")
-    cluster.set_time_limit(job)
     for node in nodes[1:]:
         cluster.box.kill_node(node)  # without notice
     cluster.trains_on(1)
@@ -154,6 +153,7 @@ def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbo
     (lost,) = [event for event in cluster.run.events() if event["kind"] == "nodes-lost"]
     assert lost["nodes"] == nodes[1:]
 
+    cluster.set_time_limit(job)
     cluster.until(lambda: job.job_id in cluster.ended_jobs(), "the end of its time")
     cluster.trains_on(1)
     cluster.box.run("scancel", "--partition=high")

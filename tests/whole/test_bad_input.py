@@ -163,7 +163,7 @@ def test_a_server_that_the_site_provides_serves_as_well(home: Path):
     server = start_redis(home)
     settings = {"redis.url": f"redis://:{server.password}@127.0.0.1:{server.endpoint.port}/0"}
     try:
-        with running(home, settings, samples=400) as run:
+        with running(home, settings, samples=400, step_s=0.2) as run:
             run.until(lambda: run.version >= 2, 60, "two versions")
             run.kill("master")
             run.versions(1)
@@ -180,12 +180,12 @@ def test_a_server_that_the_site_provides_serves_as_well(home: Path):
 
 
 def test_a_task_that_raises_stops_the_run_with_its_traceback(home: Path):
-    with running(home, {"elastic.max_failures": 1}, raise_at_step=3, step_s=0.6) as run:
+    with running(home, {"elastic.max_failures": 1}, raise_at_step=5, step_s=0.6) as run:
         failed = run.until_failed(200)
         seen = status.observe(run.run)
         assert (seen["state"], seen["reason"].startswith(failed["reason"])) == ("failed", True)
         assert "worker 0 failed 1 times in a row" in seen["reason"]
-        for words in ("RuntimeError: planted: step 3", "tiny_task.py", "Traceback"):
+        for words in ("RuntimeError: planted: step 5", "tiny_task.py", "Traceback"):
             assert words in failed["detail"]
         assert run.jobs() == {}
         assert members(home) == []
@@ -274,7 +274,7 @@ def fill(disk: Path, leave_bytes: int) -> Path:
 @pytest.mark.root
 def test_a_nearly_full_disk_stops_the_clock_and_not_the_run(small_disk: Path):
     """A full one: test_limits.py."""
-    with running(small_disk, {"elastic.max": 2}, samples=600) as run:
+    with running(small_disk, {"elastic.max": 2}, samples=600, step_s=0.2) as run:
         run.workers(2)
         run.versions(1)
         trainers = run.pids("trainer")

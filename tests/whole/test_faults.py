@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic.people import status
+from elastic.run.membership import Slot
 from elastic.run.records import Delta
 from helpers import elastic, environment, wait_until
 from running import TESTS, Running, members, running, second_master
@@ -50,7 +51,7 @@ def test_any_process_may_be_killed_at_any_moment(tmp_path: Path, seed: int, time
     draw = random.Random(seed)
     victims = ["trainer", "agent", "master", "redis"] * times
     draw.shuffle(victims)
-    with running(tmp_path, TWO, samples=4000, step_s=0.08) as run:
+    with running(tmp_path, TWO, samples=4000, step_s=0.2) as run:
         run.until(lambda: run.version >= 2, 60, "the first versions")
         for victim in victims:
             run.witness()
@@ -72,6 +73,8 @@ def shared(tmp_path_factory) -> Iterator[Running]:
     settings = {
         **TWO, "local_sgd.inner_steps": 10, "local_sgd.min_deadline": "20s",
         "local_sgd.inner_state_max_age": 1000, "health.stall_after": "2s",
+        # A new server waits for two heartbeats and a second before it takes a lease for lost.
+        "health.heartbeat": "0.5s", "health.lease": "6s",
     }  # fmt: skip
     home = tmp_path_factory.mktemp("shared")
     with running(home, settings, samples=1_000_000, step_s=PACE_S) as run:
@@ -85,7 +88,8 @@ def run(shared: Running) -> Iterator[Running]:
     """The shared run with both workers in training."""
     shared.even_pace()
     for pid in shared.pids("trainer"):
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
     shared.workers(2)
     shared.versions(1)
     shared.witness()
@@ -113,7 +117,7 @@ def test_a_round_waits_for_those_whose_leases_a_redis_took_with_it(run: Running,
     """They train on, and none of their work is lost, nor are their samples given to others."""
     before = len(run.run.events())
     run.pace(0.6, slot=1)
-    run.until(lambda: run.slots()[1].step == 1 and run.slots()[1].version == run.version, 60,
+    run.until(lambda: run.slots()[1].step in (1, 2) and run.slots()[1].version == run.version, 60,
               "slot 1 has begun a round")  # fmt: skip
     version = run.version
     run.until(lambda: any(e["base"] == version and e["slot"] == 0 for e in run.events("delta")),
@@ -133,7 +137,7 @@ def test_a_round_waits_for_those_whose_leases_a_redis_took_with_it(run: Running,
     run.versions(2)
     bad = [e for e in run.run.events()[before:] if e["kind"] in ("lost", "reject")]
     if fault == "flushed":  # with the bytes of slot 0's delta, so that it trained the round again
-        bad = [e for e in bad if not e["reason"].startswith("unreadable")]
+        bad = [e for e in bad if not e.get("reason", "").startswith("unreadable")]
     assert not bad, run.story()
 
 
@@ -169,13 +173,12 @@ def test_a_master_that_hangs_is_told_of_and_can_be_replaced(run: Running):
     assert f"end its job {job.job_id}" in reason()
     os.kill(pid, signal.SIGKILL)
     run.until(lambda: run.run.masters.newest() > epoch, 30, "another master")
-    run.versions(1)
-    assert "stood still" not in reason()
+    run.until(lambda: "stood still" not in reason(), 30, "status has forgotten it")
 
 
 def test_steps_of_a_worker_told_to_go_count_and_its_slot_keeps_its_inner_state(run: Running):
     other = run.trainer_of(1)
-    run.pace(1.5, slot=0)
+    run.pace(0.8, slot=0)
     run.until(lambda: 1 <= run.slots()[0].step <= 2, 60, "slot 0 is in the middle of a round")
     slot, job = run.slot(0), run.jobs()["worker", 0]
     run.scheduler.preempt(job.job_id)
@@ -198,8 +201,8 @@ def test_steps_of_a_worker_told_to_go_count_and_its_slot_keeps_its_inner_state(r
 
 def test_a_worker_told_to_go_while_it_waits_leaves_at_once_and_its_delta_counts(run: Running):
     run.pace(0.8, slot=1)
-    run.until(lambda: run.slots()[0].state == "waiting", 30, "slot 0 waits")
-    slot, job = run.slot(0), run.jobs()["worker", 0]
+    slot = run.until(lambda: _waits_for_slot_1(run), 30, "slot 0 waits for slot 1")
+    job = run.jobs()["worker", 0]
     run.scheduler.preempt(job.job_id)
     assert run.ended(job.job_id)["outcome"] == "yielded"
     run.until(lambda: run.version > slot.version, 60, "the round closes")
@@ -211,14 +214,14 @@ def test_what_a_worker_that_has_left_delivered_survives_its_master(tmp_path: Pat
     settings = {**TWO, "local_sgd.inner_steps": 10, "local_sgd.min_deadline": "60s"}
     with running(tmp_path, settings, samples=100_000, step_s=PACE_S) as run:
         run.workers(2)
-        run.pace(5, slot=1)
-        run.until(lambda: _waits_for_slot_1(run), 60, "slot 0 waits for slot 1")
-        slot, job = run.slot(0), run.jobs()["worker", 0]
+        run.hold(1)
+        slot = run.until(lambda: _waits_for_slot_1(run), 60, "slot 0 waits for slot 1")
+        job, held = run.jobs()["worker", 0], run.trainer_of(1)
         run.scheduler.preempt(job.job_id)
         assert run.ended(job.job_id)["outcome"] == "yielded"
         run.kill("master")
         assert run.version == slot.version
-        run.even_pace()
+        os.kill(held, signal.SIGCONT)
         run.until(lambda: run.version > slot.version, 60, "the round closes")
         deltas = run.run.commits.of(slot.version + 1).deltas
         mine = [d for d in deltas if (d.slot, d.attempt) == (0, slot.attempt)]
@@ -226,9 +229,11 @@ def test_what_a_worker_that_has_left_delivered_survives_its_master(tmp_path: Pat
         run.audit()
 
 
-def _waits_for_slot_1(run: Running) -> bool:
-    first, other = run.slot(0), run.slot(1)
-    return (first.state, other.state) == ("waiting", "training") and other.step < 9
+def _waits_for_slot_1(run: Running) -> Slot | None:
+    """Slot 0, if it has delivered what it has trained on the newest version, and slot 1 has not."""
+    slots, newest = run.slots(), run.version
+    there = [(slots[number].state, slots[number].version) for number in (0, 1)]
+    return slots[0] if there == [("waiting", newest), ("training", newest)] else None
 
 
 def test_a_worker_told_to_go_while_it_loads_is_no_crash(run: Running):
@@ -245,8 +250,8 @@ def _loading(run: Running) -> str | None:
 
 def test_workers_that_wait_for_a_version_get_it_from_the_next_master(run: Running):
     run.pace(0.8, slot=1)
-    run.until(lambda: run.slots()[0].state == "waiting", 30, "slot 0 waits")
-    slot, trainers = run.slot(0), set(run.pids("trainer"))
+    slot = run.until(lambda: _waits_for_slot_1(run), 30, "slot 0 waits for slot 1")
+    trainers = set(run.pids("trainer"))
     run.kill("master")
     run.until(lambda: run.version > slot.version, 60, "the round closes")
     commit = run.run.commits.of(slot.version + 1)
@@ -311,7 +316,7 @@ def test_a_run_without_workers_waits_and_goes_on_with_one(run: Running):
 
 def test_a_stopped_run_keeps_every_step_and_goes_on_when_it_is_scaled(run: Running):
     run.pace(0.2)
-    run.until(lambda: all(slot.step >= 2 for slot in run.slots().values()), 30, "some steps")
+    run.until(lambda: [slot.step >= 2 for slot in run.slots().values()] == [True] * 2, 30, "steps")
     run.pace(5)  # longer than a lease, and than a worker may stand still
     workers = run.slots()
     stopped = elastic("stop", "tiny", "--wait", env=environment(run.home))
@@ -340,7 +345,8 @@ def test_the_last_samples_come_back_from_a_lost_worker_to_those_that_are_dry(tmp
         while not _stopped_in_a_round(run, slot=1):
             os.kill(run.trainer_of(1), signal.SIGCONT)
         run.pace(0.02)
-        run.until(lambda: _quiet(run), 60, "slot 0 has nothing left to train")
+        left = 5 * 4  # samples: what slot 1 holds
+        run.until(lambda: run.run.commits.newest().tokens >= 300 - left, 60, "slot 0 is through")
         assert not run.run.done()
         run.set_capacity(0)
         run.scheduler.kill(run.jobs()["worker", 1].job_id)
@@ -359,14 +365,9 @@ def _stopped_in_a_round(run: Running, slot: int) -> bool:
     return held.state == "training" and held.step > 0
 
 
-def _quiet(run: Running, seconds: float = 1.5) -> bool:
-    newest = run.run.commits.of(run.version)
-    return time.time() - newest.time > seconds
-
-
 def test_a_worker_may_join_during_the_last_call(tmp_path: Path):
     settings = {**TWO, "elastic.max": 3, "local_sgd.last_call": "20s", "local_scheduler.gpus": 2}
-    with running(tmp_path, settings, samples=800) as run:
+    with running(tmp_path, settings, samples=800, step_s=0.2) as run:
         run.workers(2)
         slow = run.trainer_of(1)
         os.kill(slow, signal.SIGSTOP)
@@ -405,5 +406,6 @@ def test_masters_that_see_new_names_late_leave_nobody_waiting(tmp_path: Path):
         assert set(run.pids("trainer")) == trainers
         bad = [e for e in run.events("reject") if e["base"] > before]
         assert bad == [], run.story()
+        assert (run.run.path / "missed").exists(), "nobody has seen a name late"
         run.pace(2)
         run.audit()

@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -142,12 +143,13 @@ def run_is_quiet(run: Running) -> None:
 
 @pytest.mark.root
 def test_a_full_disk_stops_everything_for_a_while_and_breaks_nothing(disk: Disk):
-    with running(disk.folder, {"elastic.max": 2, "elastic.max_failures": 1}, samples=800) as run:
+    settings = {"elastic.max": 2, "elastic.max_failures": 1}
+    with running(disk.folder, settings, samples=800, step_s=0.2) as run:
         run.workers(2)
         run.versions(1)
         trainers = run.pids("trainer")
         disk.fill()
-        until_said(run, disk.short_of)
+        until_said(run, disk.short_of, meanwhile=disk.fill)
         assert str(disk.folder) in reason(run)
         run_is_quiet(run)
         disk.fill()  # also what was on its way then, and is gone by now
@@ -158,8 +160,9 @@ def test_a_full_disk_stops_everything_for_a_while_and_breaks_nothing(disk: Disk)
             assert done.returncode == 1, (done.stdout, done.stderr)
             assert done.stderr.startswith("error: ")
         assert (run.run.path / "control.json").read_bytes() == control
-        run.kill("master")
-        run.kill("trainer")  # its agent wants a new attempt, for which there is no room
+        # The trainer's agent wants a new attempt, for which there is no room.
+        for pid in (*run.pids("master"), run.pids("trainer")[0]):
+            os.kill(pid, signal.SIGKILL)
         others = second_master(run)  # a master that was queued, and starts on a full disk
         submitted = []
         for _ in range(5):
@@ -218,7 +221,9 @@ def test_a_limit_of_a_process_is_named_and_waited_out(tmp_path: Path):
         run.workers(1)
         run.versions(1)
         trainer, master = run.pids("trainer"), run.pids("master")
+        run.hold()  # not while it reads a version
         with limited(trainer[0], resource.RLIMIT_NOFILE, 3):
+            run.go_on()
             until_said(run, "slots 0: cannot write, and wait: [Errno 24] Too many open files")
         run.versions(1)
         with limited(master[0], resource.RLIMIT_FSIZE, 256):

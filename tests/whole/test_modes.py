@@ -109,7 +109,7 @@ def test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on(tmp_path
         seen = [tokens(run)]
         assert seen[0] > base.tokens
         first = steps(run)[0]
-        assert (first["step"], first["world"]) == (1, 2)
+        assert (first["step"], first["world"]) in ((1, 1), (1, 2))  # a worker may still be ending
         assert first["tokens"] == base.tokens + BATCH
         to_local(run)
         (folded,) = by_trainer(run)
@@ -149,7 +149,7 @@ def test_what_its_user_asks_for_is_no_preemption(tmp_path):
         ((_, slot),) = (place for place in run.jobs() if place[0] == "worker")
         run.scheduler.preempt(run.jobs()["worker", slot].job_id)
         run.until(lambda: len(run.events("end")) == 2, 60, "the other one is taken away")
-        assert taken() == (2.0, {"preempt"})
+        run.until(lambda: taken() == (2.0, {"preempt"}), 30, "a pass has counted it")
 
 
 def kill_all_of(run: Running, kind: str) -> None:
@@ -201,7 +201,7 @@ def test_a_run_may_begin_and_end_in_sync_mode_and_its_master_die_while_it_takes_
 def reached(run: Running, moment: str) -> bool:
     if not any(record.get("role") == "master" for record in run.run.jobs.endings()):
         return False  # one that dies before its first word has failed to start
-    draft = any((run.run.path / "versions").glob(".000001.*"))
+    draft = (run.run.path / "versions" / f".000001.epoch{run.run.masters.newest()}").exists()
     return run.version >= int(moment[-1]) or (moment.startswith("a draft") and draft)
 
 

@@ -9,10 +9,8 @@ import ctypes
 import json
 import os
 import pickle
-import shutil
 import signal
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +32,7 @@ from elastic.saved import checkpoint, inner_state, storage
 from elastic.saved.checkpoint import Checkpoints
 from elastic.train.group import Group
 from forks import NOBODY, as_nobody, share, start_child
-from helpers import elastic, environment
+from helpers import elastic, environment, short_folder
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
 
@@ -44,13 +42,11 @@ EXCHANGE, HERE = 2, -100  # renameat2(2)
 @pytest.fixture
 def project(monkeypatch) -> Iterator[Path]:
     """A folder that everybody may enter, with the registry, runs and site of a user in it."""
-    folder = Path(tempfile.mkdtemp(prefix="elastic-planted-", dir="/tmp"))
-    folder.chmod(0o755)
-    monkeypatch.setenv("ELASTIC_HOME_DIR", str(folder / "registry"))
-    monkeypatch.setenv("ELASTIC_RUNS", str(folder / "runs"))
-    monkeypatch.setenv("ELASTIC_SITE", os.devnull)
-    yield folder
-    shutil.rmtree(folder)
+    with short_folder() as folder:
+        monkeypatch.setenv("ELASTIC_HOME_DIR", str(folder / "registry"))
+        monkeypatch.setenv("ELASTIC_RUNS", str(folder / "runs"))
+        monkeypatch.setenv("ELASTIC_SITE", os.devnull)
+        yield folder
 
 
 def create(project: Path, name: str = "r") -> RunDir:

@@ -3,8 +3,10 @@
 pytest tests/whole/test_programs.py     (it skips what needs a package that is not installed)
 """
 
+import contextlib
 import os
 import re
+import signal
 import tomllib
 from pathlib import Path
 
@@ -57,12 +59,20 @@ def saved(run: Running, pattern: str) -> list[Path]:
     return list(resume_paths(run.run.path / "checkpoints", pattern))
 
 
-def preempted(run: Running, gpus: int = 1) -> dict:
-    """Take the job's GPUs away; the next one gets so many. The exit record."""
+def preempted(run: Running, gpus: int = 1, held: list[int] = ()) -> dict:
+    """Take the job's GPUs away, where processes of it are held; the next one gets so many. The exit
+    record."""
     job = run.jobs()["trainer", 0]
     run.set_capacity(gpus)
     run.scheduler.preempt(job.job_id)
+    go_on(held)
     return run.ended(job.job_id)
+
+
+def go_on(held: list[int]) -> None:
+    for pid in held:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def queue(run: Running) -> list[Path]:
@@ -74,14 +84,31 @@ def finished(run: Running) -> None:
     run.until(lambda: run.run.done() and not run.jobs(), 90, "the end of the run")
 
 
+def held_between_saves(run: Running) -> list[int]:
+    """Its processes, stopped while the checkpoint is whole: nanoGPT writes the only one in place.
+    """
+    def held() -> list[int]:
+        pids = run.pids("train.py")
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        if saved(run, "ckpt.pt"):
+            return pids
+        go_on(pids)
+        return []
+
+    return run.until(held, 60, "a checkpoint that is whole")
+
+
 def test_a_program_of_nanogpts_shape_goes_on_by_its_flag(tmp_path: Path):
     settings = example("nanogpt/run.toml", "--max_iters=600", "--eval_interval=20")
     settings["elastic.max"] = 2
     with running(tmp_path, settings) as run:
         run.until(lambda: len(said(run, "saving checkpoint")) >= 2, 60, "two checkpoints")
-        assert preempted(run)["outcome"] == "yielded"
+        assert preempted(run, held=held_between_saves(run))["outcome"] == "yielded"
         run.until(lambda: said(run, r"Resuming[^$]*iter (\d+)"), 60, "it goes on")
+        held = held_between_saves(run)
         run.kill("train.py")
+        go_on(held)
         run.until(lambda: len(said(run, "Resuming training")) == 2, 60, "it goes on again")
         finished(run)
         restores = [event["resume"] for event in run.events("restore")]
@@ -278,7 +305,8 @@ def test_hugging_faces_trainer_trains_in_local_mode(tmp_path: Path):
 
 def test_lightning_loses_no_step_on_a_notice(tmp_path: Path):
     pytest.importorskip("pytorch_lightning")
-    with running(tmp_path, example("lightning/run.toml") | {"elastic.max": 2}) as run:
+    settings = example("lightning/run.toml", "--max_steps", "2400") | {"elastic.max": 2}
+    with running(tmp_path, settings) as run:
         run.set_capacity(2)
         run.until(lambda: said(run, r"step (\d+) of 2"), 90, "it trains on two GPUs")
         run.until(lambda: saved(run, "*.ckpt"), 90, "a checkpoint")
@@ -288,7 +316,7 @@ def test_lightning_loses_no_step_on_a_notice(tmp_path: Path):
         (_, resume) = [event["resume"] for event in run.events("restore")]
         worlds = said(run, r"of (\d):")
     assert re.search(r"step=\d+\.ckpt$", resume)
-    assert steps == list(range(0, 600, 20))
+    assert steps == list(range(0, 2400, 20))
     assert {*worlds} == {"1", "2"}
 
 
@@ -299,7 +327,7 @@ def test_lightnings_own_requeue_is_refused_and_the_run_goes_on(tmp_path: Path):
     slurm = ["SLURM_JOB_ID=7", "SLURM_JOB_NAME=x", "SLURM_NTASKS=1", "SLURM_PROCID=0",
              "SLURM_LOCALID=0", "SLURM_NODEID=0",
              f"PATH={tmp_path}:{os.environ['PATH']}"]  # fmt: skip
-    settings = example("lightning/run.toml")
+    settings = example("lightning/run.toml", "--max_steps", "6000")
     settings |= {"run.command": ["env", *slurm, *settings["run.command"][1:]],
                  "sync.notice_signal": "USR1", "local_scheduler.grace": "3s"}  # fmt: skip
     with running(tmp_path, settings) as run:
@@ -310,16 +338,17 @@ def test_lightnings_own_requeue_is_refused_and_the_run_goes_on(tmp_path: Path):
         assert said(run, "Requeuing SLURM job 7 failed")
         assert saved(run, "hpc_ckpt_1.ckpt")
         assert run.events("restore")[1]["resume"].endswith(".ckpt")
-        assert {int(each) for each in said(run, r"step (\d+) of")} == set(range(0, 600, 20))
+        assert {int(each) for each in said(run, r"step (\d+) of")} == set(range(0, 6000, 20))
 
 
 def test_accelerate_goes_on_from_its_checkpoint(tmp_path: Path):
     pytest.importorskip("accelerate")
-    with running(tmp_path, example("accelerate/run.toml") | {"elastic.max": 2}) as run:
+    settings = example("accelerate/run.toml", "--steps", "2400") | {"elastic.max": 2}
+    with running(tmp_path, settings) as run:
         run.until(lambda: said(run, r"step (\d+) of 2"), 90, "it trains on two GPUs")
         assert preempted(run)["outcome"] == "yielded"
         finished(run)
         steps = [int(each) for each in said(run, r"step (\d+) of")]
         (_, resume) = [event["resume"] for event in run.events("restore")]
     assert re.search(r"step_\d+$", resume)
-    assert sorted(set(steps)) == list(range(50, 601, 50))
+    assert sorted(set(steps)) == list(range(50, 2401, 50))

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import socket
 import ssl
 import stat
@@ -41,7 +40,7 @@ from elastic.people import doctor, tryout
 from elastic.run.rundir import SECRETS, Control, Endpoint, RunDir
 from elastic.saved import inner_state
 from forks import GROUP, NOBODY, as_nobody, share
-from helpers import ROOT, elastic, environment, listening, wait_until
+from helpers import ROOT, elastic, environment, listening, short_folder, wait_until
 from running import Running, command_line, members, running
 from stores import BothSides, who_says_it_all
 
@@ -68,11 +67,8 @@ def below(top: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def open_folder() -> Iterator[Path]:
-    """A folder that every user may enter, unlike pytest's own."""
-    folder = Path(tempfile.mkdtemp(prefix="elastic-security-", dir="/tmp"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
+    with short_folder() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,8 @@ class Fake:
 def shared(tmp_path_factory) -> Iterator[Running]:
     settings = {"local_sgd.compression": "none", "local_sgd.inner_steps": 10,
                 "train.optimizer": "adamw",  # whose moments know how many steps they are of
-                "local_sgd.min_deadline": "20s", "local_sgd.max_staleness": 1,
+                "local_sgd.min_deadline": "10m", "local_sgd.max_staleness": 1,
+                "health.stall_after": "10m", "checkpoint.keep": 50,
                 "train.batch_size": BATCH,  # a round's loss is that of 160 samples
                 "elastic.max_failures": 50}  # fmt: skip
     with running(tmp_path_factory.mktemp("run"), settings, samples=400_000) as run:
@@ -97,12 +98,12 @@ def run(shared: Running) -> Iterator[Running]:
 
 @pytest.fixture
 def fake(run: Running) -> Iterator[Fake]:
-    """A fake worker while a round goes on that is too slow to close before the fake has offered."""
-    run.pace(1)
+    """A fake worker while a round goes on that does not close before it goes on."""
+    run.hold()
     with run.store() as store:
         yield Fake(run, store)
         store.release(SLOT, run.run.slots.latest(SLOT))
-    run.pace(0.02)
+    run.go_on()
 
 
 def other_bytes(fake: Fake, change: Callable[[bytes], bytes]) -> dict:
@@ -119,8 +120,9 @@ def not_a_number(fake: Fake) -> dict:
 
 
 def too_old(fake: Fake) -> dict:
-    fake.run.pace(0.02)
+    fake.run.go_on()
     fake.run.until(lambda: fake.run.version >= 3, 30, "version 3")
+    fake.run.hold()
     fake.base = fake.run.version - 2
     return fake.header()
 
@@ -167,7 +169,7 @@ def test_a_broken_delta_is_refused_with_its_reason(fake: Fake, case: str):
     assert event["reason"].startswith(f"{rule}: ")
     assert event["rule"] == rule
     assert event in status.observe(run.run)["events"]
-    run.pace(0.02)
+    run.go_on()
     run.versions(1)
     committed = [run.run.commits.of(number) for number in range(version + 1, run.version + 1)]
     assert sum(commit.rejected.get(rule, 0) for commit in committed) == 1
@@ -225,7 +227,7 @@ def test_the_same_delta_counts_once(fake: Fake):
     accepted(fake)
     fake.offer(header | {"loss": 0.2})
     rejection(run, "duplicate", slot=SLOT, attempt=fake.attempt)
-    run.pace(0.02)
+    run.go_on()
     run.versions(1)
     deltas = [d for commit in run.commits() for d in commit.deltas
               if (d.slot, d.attempt) == (SLOT, fake.attempt)]  # fmt: skip
@@ -234,12 +236,12 @@ def test_the_same_delta_counts_once(fake: Fake):
 
 def test_a_delta_that_is_one_version_late_is_merged(fake: Fake):
     run = fake.run
-    run.pace(0.5)
+    run.go_on()
     run.versions(1)
-    run.pace(1)
+    run.hold()
     fake.base = run.version - 1
     fake.offer(fake.header())
-    run.pace(0.02)
+    run.go_on()
     mine = (SLOT, fake.attempt, fake.base)
 
     def merged() -> bool:
@@ -255,11 +257,10 @@ def test_a_worker_whose_delta_is_damaged_on_the_way_trains_the_round_again(
 ):
     """And so it does if Redis forgets the verdict before the worker has read it."""
     (master,), (trainer,) = run.pids("master"), run.pids("trainer")
-    run.pace(1)
-    run.until(lambda: 1 <= run.slots()[0].step <= 5, 30, "the worker is amid a round")
+    run.hold()
     os.kill(master, signal.SIGSTOP)
-    run.pace(0.1)
-    slot = run.slots()[0]
+    run.go_on()
+    slot = run.slot(0)
     key = (0, slot.attempt, slot.version)
     path = run.run.path / "deltas" / fragment_name(key, 0)
     with run.store() as store:
@@ -288,14 +289,13 @@ def test_a_version_that_makes_the_loss_rise_is_taken_back(run: Running):
     """By what its workers say of a whole round. Their deltas do not count, their samples are
     trained again, and the run goes on from the version before."""
     run.until(lambda: run.version > 12, 90, "it is known what is usual")
-    run.pace(1)
-    run.versions(1)  # the fake has the whole of a round for its offer
+    run.hold()
     with run.store() as store:
         fake = Fake(run, store)
         bad = fake.base
         fake.offer(fake.header(loss=1e6))
         accepted(fake)
-        run.pace(0.02)
+        run.go_on()
         run.until(lambda: run.version > bad, 30, "the round closes")
         store.release(SLOT, fake.attempt)
     before, commit = run.run.commits.of(bad), run.run.commits.of(bad + 1)
@@ -308,11 +308,10 @@ def test_a_version_that_makes_the_loss_rise_is_taken_back(run: Running):
         assert torch.equal(tensor, kept)
     samples = sum(stop - start for _, start, stop in before.samples)
     assert run.audit()["taken_back"] == [(bad, samples)]
-    (event,) = run.events("taken-back")
+    (event,) = run.until(lambda: run.events("taken-back"), 30, "the master says so")
     assert event["version"] == bad
     assert "the loss rose" in event["reason"]
     rejection(run, "taken-back", slot=SLOT, base=bad)
-    run.pace(0.02)
     run.versions(3)
     later = [run.run.commits.of(version) for version in range(bad + 2, run.version + 1)]
     assert all(commit.deltas and commit.taken_back is None for commit in later)

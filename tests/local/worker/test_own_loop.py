@@ -14,7 +14,7 @@ SCRIPT = TESTS / "own_loop.py"
 
 
 def test_a_loop_of_ones_own_trains_survives_a_kill_and_leaves_on_notice(tmp_path: Path):
-    command = [sys.executable, str(SCRIPT), str(tmp_path / "pace"), "1200"]
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "pace"), "4800"]
     settings = {"run.command": command, "elastic.max": 2, "local_sgd.inner_steps": 10}
     with running(tmp_path, settings, step_s=0.1) as run:
         run.workers(2)
@@ -35,7 +35,7 @@ def test_a_loop_of_ones_own_trains_survives_a_kill_and_leaves_on_notice(tmp_path
         assert (record["outcome"], record["code"]) == ("yielded", 0)
         run.finish()
         commits = run.commits()
-    assert commits[-1].tokens == 1200
+    assert commits[-1].tokens == 4800
     assert commits[-1].loss < commits[1].loss / 4
 
 
@@ -108,7 +108,7 @@ def test_a_loop_delivers_though_its_launchers_die_of_the_notice(tmp_path: Path):
         run.scheduler.preempt(job.job_id, 30)
         record = run.ended(job.job_id)
         assert (record["outcome"], record["reason"]) == ("yielded", "notice: SIGTERM")
-        delivered = [event["steps"] for event in run.events("delta")]
+        delivered = run.until(lambda: [e["steps"] for e in run.events("delta")], 30, "its delta")
         assert sum(delivered) == record["steps"] > 1
 
 
@@ -122,7 +122,7 @@ def test_a_handler_of_the_programs_own_does_not_keep_the_notice_from_its_loop(tm
         job = run.jobs()["worker", 0]
         run.scheduler.preempt(job.job_id, 30)
         assert run.ended(job.job_id)["reason"] == "notice: SIGTERM"
-        assert run.events("delta")
+        run.until(lambda: run.events("delta"), 30, "its delta")
 
 
 def test_what_hangs_behind_a_launcher_prints_its_stacks_and_is_killed(tmp_path: Path):

@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -278,7 +279,8 @@ def test_a_batch_of_padding_alone_has_no_loss_and_spoils_none(tmp_path, size, ac
     """The deltas with such a batch were refused, again and again, until the run failed. A round of
     nothing else was waited for without an end."""
     settings = {"run.task": "tiny_task:Masked", "train.batch_size": size,
-                "train.accumulate": accumulate, **more}  # fmt: skip
+                "train.accumulate": accumulate, "local_sgd.min_deadline": "1h",
+                **more}  # fmt: skip
     with running(tmp_path, settings, samples=100, step_s=0) as run:
         run.finish()
         assert not run.events("reject")
@@ -690,7 +692,7 @@ def test_workers_that_load_go_with_a_preempted_job(tmp_path: Path):
         assert run.ended(job.job_id)["outcome"] == "yielded"
         run.workers(1)
         before = set(run.pids("trainer"))
-        run.kill("trainer")
+        os.kill(run.trainer_of(0), signal.SIGKILL)
         run.until(lambda: not before & set(run.pids("trainer")), 30, "all of them are gone")
         run.finish()
     assert not run.events("restart") or all("SIGKILL" in e["reason"] for e in run.events("restart"))

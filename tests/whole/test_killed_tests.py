@@ -1,0 +1,37 @@
+"""A session of tests that is killed leaves nothing behind, as one that ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers import ROOT, wait_until
+from running import TESTS, members
+
+ENDLESS = """
+import time
+from running import running
+
+def test_that_takes_for_ever(tmp_path):
+    with running(tmp_path, {"elastic.max": 2}, samples=10**6) as run:
+        run.workers(2)
+        (tmp_path.parent / "trains").touch()
+        time.sleep(600)
+"""
+
+
+def test_the_run_of_a_test_ends_when_the_session_is_killed(tmp_path: Path):
+    """Two workers trained on for as long as they had samples."""
+    (tmp_path / "test_endless.py").write_text(ENDLESS)
+    folder = tmp_path / "inner"
+    session = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "conftest", "test_endless.py",
+         "--basetemp", folder], cwd=tmp_path, stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'lib'}:{TESTS}"},
+    )  # fmt: skip
+    try:
+        wait_until((folder / "trains").exists, 60, "two workers train")
+    finally:
+        session.kill()
+        session.wait()
+    wait_until(lambda: not members(folder), 30, "nothing is left")
