@@ -118,6 +118,8 @@ def test_who_looks_at_it_from_a_job_of_another_cluster_is_no_member(slurm):
     beside = [subprocess.Popen(["sleep", "60"], env=leads | {"SLURMD_NODENAME": node})
               for node in nodes]  # fmt: skip
     try:
+        for process in beside:  # before its exec it has the environment of this one
+            wait_until(lambda pid=process.pid: command_line(pid).startswith("sleep"), 5, "it runs")
         members = slurm.daemons.members()
     finally:
         for process in beside:

@@ -72,10 +72,11 @@ def test_a_claimed_slot_is_there_with_all_that_was_said(store):
 
 
 def test_a_lease_that_is_not_renewed_expires(store):
-    claim(store, slot=0, lease_s=2.0)
+    claim(store, slot=0, lease_s=60.0)
     claim(store, slot=1, lease_s=2.0)
     assert beat(store, slot=1, lease_s=60.0)
     assert sorted(store.slots()) == [0, 1]
+    assert beat(store, slot=0, lease_s=0.1)
     wait_until(lambda: 0 not in store.slots(), 10, "the lease is over")
     assert sorted(store.slots()) == [1]
     assert store.attempts() == {0: 1, 1: 1}  # the fence outlives the lease

@@ -22,7 +22,7 @@ from elastic.base import environment as installed
 from elastic.base.errors import UsageError
 from elastic.commands import looking, shared
 from elastic.people import steering
-from helpers import ROOT, commit_of, elastic, environment, wait_until
+from helpers import PATIENCE, ROOT, commit_of, elastic, environment, wait_until
 from test_layers import FOLDERS
 
 COMMANDS = [
@@ -282,7 +282,8 @@ def test_the_command_line_overrides_the_file(config, env, tmp_path):
 
 
 def test_a_run_that_is_done_ends_submit_wait_with_code_0_and_cannot_be_scaled(env, tmp_path):
-    (tmp_path / "short.sh").write_text("""echo '{"version": 0}' > "${ELASTIC_RUN_DIR}/DONE"\n""")
+    (tmp_path / "short.sh").write_text("""cd "${ELASTIC_RUN_DIR}"
+echo '{"version": 0}' > new; mv new DONE\n""")
     run = f'scheduler = "local"\ncommand = ["sh", "{tmp_path}/short.sh"]'
     config = write_config(tmp_path / "short.toml", run=run, elastic="max = 1")
     answer = elastic("submit", config, "--wait", env=env)
@@ -308,7 +309,7 @@ def test_logs_that_are_followed_may_still_be_to_come(make_run, home):
     process = subprocess.Popen([ROOT / "bin/elastic", "logs", run.name, "-f"], text=True,
                                stdout=subprocess.PIPE, stderr=errors, env=environment(home),
                                start_new_session=True)  # fmt: skip
-    watchdog = threading.Timer(30, os.killpg, (process.pid, signal.SIGKILL))
+    watchdog = threading.Timer(30 * PATIENCE, os.killpg, (process.pid, signal.SIGKILL))
     watchdog.start()
     try:
         for role, slot in (("worker", 3), ("master", 0)):

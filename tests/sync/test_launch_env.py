@@ -389,6 +389,8 @@ def test_what_a_rank_has_submitted_is_left_alone(tmp_path):
     assert rank.stdout.readline() == "up\n"
     other = int((tmp_path / "other").read_text())
     try:
+        wait_until(lambda: b"SLURM_JOB_ID=4800" in Path(f"/proc/{other}/environ").read_bytes(), 5,
+                   "it is of the other job")  # fmt: skip
         rank.send_signal(signal.SIGTERM)
         rank.communicate(timeout=10 * PATIENCE)
         assert rank.returncode == 75

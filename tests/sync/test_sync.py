@@ -391,7 +391,7 @@ def test_no_checkpoint_is_due_while_one_is_being_written(rank, make_config, monk
 
     def slow(checkpoints, draft, step, *args):
         begun.append(step)
-        may_end.wait(1.0 if len(begun) > 1 else 10.0)
+        may_end.wait(1.0 if len(begun) > 1 else 60.0)
         commit(checkpoints, draft, step, *args)
 
     monkeypatch.setattr(Checkpoints, "_commit", slow)

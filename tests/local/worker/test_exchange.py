@@ -17,6 +17,7 @@ from elastic.local.worker.exchange import Exchange, read_ahead
 from elastic.saved import versions
 from elastic.saved.replica import Replica
 from elastic.train.group import Group
+from helpers import PATIENCE
 from merging import SHAPES, Rounds
 
 SIZE = 30
@@ -132,7 +133,8 @@ class Ranks:
     """Groups of threads that talk as ranks do."""
 
     def __init__(self, world: int):
-        self.world, self._barrier, self._said = world, threading.Barrier(world, timeout=30), {}
+        self.world, self._said = world, {}
+        self._barrier = threading.Barrier(world, timeout=30 * PATIENCE)
 
     def group(self, rank: int) -> Group:
         group = Group(rank, self.world)
@@ -192,13 +194,13 @@ def test_a_fragment_is_read_while_the_one_before_is_adopted():
     def read(index: int) -> int:
         if index == 1:
             reading.set()
-            overlapped.append(adopting.wait(20))
+            overlapped.append(adopting.wait(20 * PATIENCE))
         return index
 
     found = []
     for index in read_ahead(read, range(3)):
         if index == 0:
-            assert reading.wait(20)
+            assert reading.wait(20 * PATIENCE)
             adopting.set()
         found.append(index)
     assert found == [0, 1, 2]

@@ -41,7 +41,7 @@ from elastic.saved import inner_state
 from elastic.saved.layout import Layout
 from elastic.train.group import Group
 from elastic.train.inner_optimizer import InnerOptimizer
-from helpers import commit_of
+from helpers import PATIENCE, commit_of
 
 
 def hidden(for_looks: int, notice=False, answers=True) -> tuple[RankLine, list[int]]:
@@ -95,13 +95,13 @@ def test_of_workers_that_live_the_lowest_slot_makes_version_0(run, is_lost):
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as at_the_end:
         at_the_end.callback(notice.arrived, signal.SIGTERM)
         fifth = pool.submit(opened, 5)
-        assert waits.wait(20)
+        assert waits.wait(20 * PATIENCE)
         assert not list((run.path / "versions").iterdir())
         if is_lost:
             live.remove(2)
         else:
             opened(2)
-        assert fifth.result(20).numels == (3,)
+        assert fifth.result(20 * PATIENCE).numels == (3,)
     assert run.commits.of(0).writer == ("slot5.1" if is_lost else "slot2.1")
 
 

@@ -125,7 +125,7 @@ def test_ranks_that_share_a_model_score_it_together(tmp_path: Path):
 
 
 def test_a_long_validation_keeps_one_worker_and_the_other_trains_on(tmp_path: Path):
-    two = {**EVERY, "elastic.max": 2}
+    two = {**EVERY, "elastic.max": 2, "health.lease": "30s"}
     with running(tmp_path, two, samples=10**6, step_s=0.02, validation_passes=5000) as run:
         def at_it() -> list[int]:
             return [slot.slot for slot in run.slots().values() if slot.state == "validating"]
