@@ -66,7 +66,8 @@ class Tiny:
         if self._steps == self._raise_at_step:
             raise RuntimeError(f"planted: step {self._steps}")
         with contextlib.suppress(OSError):  # no more files may be open: as before
-            self._pace = next(float(path.read_text()) for path in self._paces if path.exists())
+            text = next(path.read_text() for path in self._paces if path.exists())
+            self._pace = float(text or self._pace)  # "": a test is just writing it
         time.sleep(self._pace)
         x, y = batch
         return nn.functional.mse_loss(model(x), y)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.base.errors import TryAgain
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.history import Job
 from elastic.jobs.sched_slurm import SlurmScheduler
 from elastic.jobs.slurm_info import expand_hostlist
@@ -122,8 +122,15 @@ class Cluster:
 
     def set_time_limit(self, job: Job) -> None:
         """Let the job have two to three minutes more; its warning may come a minute early."""
-        minutes = int((time.time() - job.started_at) // 60) + 3
-        self.box.run("scontrol", "update", f"JobId={job.job_id}", f"TimeLimit={minutes}")
+        def is_taken() -> bool:
+            minutes = int((time.time() - job.started_at) // 60) + 3
+            # A job that has just lost nodes is none that Slurm changes: "try again in a bit".
+            with contextlib.suppress(ElasticError):
+                self.box.run("scontrol", "update", f"JobId={job.job_id}", f"TimeLimit={minutes}")
+                return True
+            return False
+
+        self.until(is_taken, "a time limit")
 
     def ended_jobs(self) -> dict[str, str]:
         ends = [event for event in self.run.events() if event["kind"] == "end"]
