@@ -89,8 +89,8 @@ def own_ports():
 def nobodys_home(tmp_path_factory):
     """What tests ask themselves leaves nothing in the user's home, and no process."""
     folder = tmp_path_factory.getbasetemp()
-    kill = f'"$ELASTIC_PYTHON" {TESTS / "running.py"} "$1"'
-    with afterwards(kill, str(folder)), pytest.MonkeyPatch.context() as patch:
+    kill = ('"$ELASTIC_PYTHON" "$1" "$2"', str(TESTS / "running.py"), str(folder))
+    with afterwards(*kill), pytest.MonkeyPatch.context() as patch:
         patch.setenv("ELASTIC_HOME_DIR", str(folder / "nobodys"))
         patch.setenv(SESSION, str(folder))
         yield

@@ -13,7 +13,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint_dir", type=Path, required=True)
 parser.add_argument("--resume", type=Path)
 parser.add_argument("--epochs", type=int, default=12)
-parser.add_argument("--hurry", type=Path, help="the third epoch waits for it")
+parser.add_argument("--hurry", type=Path, help="an attempt waits for it from its third epoch on")
 options = parser.parse_args()
 
 dist.init_process_group("gloo")

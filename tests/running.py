@@ -82,6 +82,7 @@ class Running:
         self._pace = pace
         self._next_pass = 0.0
         self._commits: dict[int, bytes] = {}
+        self._held: list[int] = []
 
     # ---- what there is
 
@@ -90,7 +91,7 @@ class Running:
         return self.run.commits.newest_version()
 
     def folder(self, version: int) -> Path:
-        """Of a version's files: it is committed before the folder gets its name."""
+        """Of a version's files. It gets its name here, if it has none yet."""
         folder = self.run.version_path(version)
         settle(folder, self.run.commits.of(version).writer)
         return folder
@@ -147,27 +148,42 @@ class Running:
     # ---- what happens to it
 
     def hold(self, number: int = 0) -> None:
-        """Stop a slot's ranks amid a round: no round closes until they go on."""
+        """Stop a slot's ranks amid a round on the newest version. The round does not close without
+        them, if the slot is the only one, or if `min_deadline` and `stall_after` are long."""
+        self.pace(0.3, number)
+
         def is_amid_a_round() -> bool:
-            self._signal_ranks(number, signal.SIGSTOP)
-            slot = self.slot(number)
+            if not self._trains(number):
+                return False
+            self._held = self._ranks(number)
+            self._signal_held(signal.SIGSTOP)
             for _ in range(3):  # the third beat tells what was said before the stop
-                self.until(lambda last=slot.beat: self.slots()[number].beat > last, 30, "a beat")
-                slot = self.slot(number)
-            if slot.state != "training":
-                self.go_on(number)
-            return slot.state == "training"
+                last = self.slot(number).beat
+                self.until(lambda last=last: self.slots()[number].beat > last, 30, "a beat")
+            if self._held and self._trains(number):
+                return True
+            self._signal_held(signal.SIGCONT)
+            return False
 
-        self.until(is_amid_a_round, 30, "the middle of a round")
+        self.until(is_amid_a_round, 60, "the middle of a round")
 
-    def go_on(self, number: int = 0) -> None:
-        self._signal_ranks(number, signal.SIGCONT)
+    def go_on(self) -> None:
+        """Let the ranks that are held go on, at the pace of the others."""
+        self.even_pace()
+        self._signal_held(signal.SIGCONT)
 
-    def _signal_ranks(self, number: int, signal_number: int) -> None:
+    def _trains(self, number: int) -> bool:
+        slot = self.slots()[number]
+        return slot.state == "training" and slot.step > 0 and slot.version == self.version
+
+    def _ranks(self, number: int) -> list[int]:
         agent = parent(self.trainer_of(number))
-        for pid in self.pids("trainer"):
-            if parent(pid) == agent:
-                os.kill(pid, signal_number)
+        return [pid for pid in self.pids("trainer") if parent(pid) == agent]
+
+    def _signal_held(self, number: int) -> None:
+        for pid in self._held:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def pace(self, step_s: float, slot: int | None = None) -> None:
         """From now on an inner step takes so long (of one slot, or of all the others)."""

@@ -34,7 +34,7 @@ def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch):
 
 
 def test_ports_do_not_follow_the_seed_of_a_run():
-    """Two masters of one node, of runs with one seed, drew the same ports."""
+    """Two sessions of tests that had built a model of one seed drew the same ports."""
     found = []
     for _ in range(2):
         random.seed(0)

@@ -29,7 +29,7 @@ from elastic.people import submission
 from elastic.run.rundir import Control, RunDir
 from helpers import ROOT, wait_until
 
-# They say that they have started once they hear a notice, or are deaf.
+# They write `starts` once their trap is set: from then on a notice is heard, or ignored.
 WAITS = "echo $ELASTIC_JOB_ID >> starts; while :; do sleep 0.05; done"
 PATIENT = f'trap "echo notice >> told; exit 0" TERM; {WAITS}'
 DEAF = f'trap "" TERM; sleep 1000 & setsid sleep 1000 & {WAITS}'

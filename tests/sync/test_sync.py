@@ -541,6 +541,7 @@ def test_a_notice_is_heard_between_the_passes_of_a_step(tmp_path, undisturbed):
     with synchronous(tmp_path) as run:
         further(run, 2)
         run.pace(8)  # seconds of a pass: 40 s of a step
+        time.sleep(0.5)  # till after the last short step, mostly: else nothing is shown
         job = run.jobs()["trainer", 0]
         run.scheduler.preempt(job.job_id, grace_s=25)
         assert run.ended(job.job_id)["outcome"] == "yielded"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.errors import TryAgain
 from elastic.jobs.history import Job
 from elastic.jobs.sched_slurm import SlurmScheduler
 from elastic.jobs.slurm_info import expand_hostlist
@@ -121,16 +121,9 @@ class Cluster:
         return "\n".join([*events, *logs, nodes_and_jobs(self.box)])
 
     def set_time_limit(self, job: Job) -> None:
-        """Let the job have two to three minutes more; its warning may come a minute early."""
-        def is_taken() -> bool:
-            minutes = int((time.time() - job.started_at) // 60) + 3
-            # A job that has just lost nodes is none that Slurm changes: "try again in a bit".
-            with contextlib.suppress(ElasticError):
-                self.box.run("scontrol", "update", f"JobId={job.job_id}", f"TimeLimit={minutes}")
-                return True
-            return False
-
-        self.until(is_taken, "a time limit")
+        """Let the job have three to four minutes more; its warning may come a minute early."""
+        minutes = int((time.time() - job.started_at) // 60) + 4
+        self.box.run("scontrol", "update", f"JobId={job.job_id}", f"TimeLimit={minutes}")
 
     def ended_jobs(self) -> dict[str, str]:
         ends = [event for event in self.run.events() if event["kind"] == "end"]
@@ -153,6 +146,7 @@ def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbo
 
     job, nodes = cluster.running(), expand_hostlist(cluster.running().node)
     cluster.pace.write_text("2")
+    cluster.set_time_limit(job)  # Slurm sets none of a job that has lost nodes
     for node in nodes[1:]:
         cluster.box.kill_node(node)  # without notice
     cluster.trains_on(1)
@@ -160,7 +154,6 @@ def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbo
     (lost,) = [event for event in cluster.run.events() if event["kind"] == "nodes-lost"]
     assert lost["nodes"] == nodes[1:]
 
-    cluster.set_time_limit(job)
     cluster.until(lambda: job.job_id in cluster.ended_jobs(), "the end of its time")
     cluster.trains_on(1)
     cluster.box.run("scancel", "--partition=high")

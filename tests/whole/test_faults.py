@@ -216,12 +216,12 @@ def test_what_a_worker_that_has_left_delivered_survives_its_master(tmp_path: Pat
         run.workers(2)
         run.hold(1)
         slot = run.until(lambda: _waits_for_slot_1(run), 60, "slot 0 waits for slot 1")
-        job, held = run.jobs()["worker", 0], run.trainer_of(1)
+        job = run.jobs()["worker", 0]
         run.scheduler.preempt(job.job_id)
         assert run.ended(job.job_id)["outcome"] == "yielded"
         run.kill("master")
         assert run.version == slot.version
-        os.kill(held, signal.SIGCONT)
+        run.go_on()
         run.until(lambda: run.version > slot.version, 60, "the round closes")
         deltas = run.run.commits.of(slot.version + 1).deltas
         mine = [d for d in deltas if (d.slot, d.attempt) == (0, slot.attempt)]
@@ -406,6 +406,6 @@ def test_masters_that_see_new_names_late_leave_nobody_waiting(tmp_path: Path):
         assert set(run.pids("trainer")) == trainers
         bad = [e for e in run.events("reject") if e["base"] > before]
         assert bad == [], run.story()
-        assert (run.run.path / "missed").exists(), "nobody has seen a name late"
+        assert (run.run.path / "missed").exists(), "the stand-in has remembered nothing"
         run.pace(2)
         run.audit()

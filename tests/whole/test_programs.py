@@ -60,8 +60,8 @@ def saved(run: Running, pattern: str) -> list[Path]:
 
 
 def preempted(run: Running, gpus: int = 1, held: list[int] = ()) -> dict:
-    """Take the job's GPUs away, where processes of it are held; the next one gets so many. The exit
-    record."""
+    """Take the job's GPUs away, then let its `held` processes go on. The next job gets so many
+    GPUs. Returns the exit record."""
     job = run.jobs()["trainer", 0]
     run.set_capacity(gpus)
     run.scheduler.preempt(job.job_id)
@@ -90,7 +90,8 @@ def held_between_saves(run: Running) -> list[int]:
     def held() -> list[int]:
         pids = run.pids("train.py")
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
         if saved(run, "ckpt.pt"):
             return pids
         go_on(pids)
@@ -100,7 +101,7 @@ def held_between_saves(run: Running) -> list[int]:
 
 
 def test_a_program_of_nanogpts_shape_goes_on_by_its_flag(tmp_path: Path):
-    settings = example("nanogpt/run.toml", "--max_iters=600", "--eval_interval=20")
+    settings = example("nanogpt/run.toml", "--max_iters=1200", "--eval_interval=20")
     settings["elastic.max"] = 2
     with running(tmp_path, settings) as run:
         run.until(lambda: len(said(run, "saving checkpoint")) >= 2, 60, "two checkpoints")
@@ -116,8 +117,8 @@ def test_a_program_of_nanogpts_shape_goes_on_by_its_flag(tmp_path: Path):
         worlds = said(run, r"on (\d) GPUs")
     assert restores[0] == ""
     assert {Path(each).name for each in restores[1:]} == {"ckpt.pt"}
-    assert set(iterations) == set(range(601))
-    assert len(iterations) <= 601 + 2 * 21
+    assert set(iterations) == set(range(1201))
+    assert len(iterations) <= 1201 + 2 * 21
     assert set(worlds) == {"1", "2"}
 
 

@@ -1,8 +1,6 @@
 """Waits that follow what a run measures and what the scheduler's notice leaves."""
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -190,10 +188,10 @@ def test_a_worker_without_a_master_leaves_its_gpus(tmp_path):
     with running(tmp_path, settings, samples=1200) as run:
         run.workers(1)
         run.versions(2)
-        job_id, trainer = run.jobs()["worker", 0].job_id, run.trainer_of(0)
+        job_id = run.jobs()["worker", 0].job_id
         run.hold()  # it has heard of the newest version
         run.kill("master")  # and no pass brings another one
-        os.kill(trainer, signal.SIGCONT)
+        run.go_on()
         wait_until(lambda: run.run.jobs.ending(job_id)["state"] == "ended", 40, "the worker leaves")
         record = run.run.jobs.ending(job_id)
         assert record["outcome"] == "yielded"

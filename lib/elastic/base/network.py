@@ -89,7 +89,7 @@ def free_ports(address: str, count: int = 1) -> list[int]:
     """TCP ports on `address` ("": on all) on which nobody listens now. The kernel gives
     them to no client: a server may use one half a minute later."""
     ports = []
-    # Not of the generator that a run's seed sets: two masters would draw the same ports.
+    # A generator of its own: two processes that have seeded `random` alike draw alike.
     for port in random.Random().sample(PORTS, len(PORTS)):
         with contextlib.suppress(OSError):
             socket.create_server((address, port)).close()

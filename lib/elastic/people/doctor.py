@@ -133,7 +133,8 @@ def _links_once(path: Path) -> bool:
 
 
 def _locks_once(path: Path) -> bool:
-    """Without it (Lustre needs -o flock) two passes at once may submit a job twice."""
+    """Where a lock is refused (Lustre needs -o flock), or given to two, two passes at once
+    may submit a job twice."""
     with path.open("wb") as mine, path.open("wb") as other:
         return lock(mine.fileno(), 0.0) and not lock(other.fileno(), 0.0)
 

@@ -106,7 +106,8 @@ def verified(run: RunDir, commit: Commit, name: str) -> Path:
 
 
 def folder_of(run: RunDir, commit: Commit) -> Path:
-    """Where the files of a committed version are, or were until they were pruned."""
+    """Where the files of a committed version are, or were until they were pruned. Gives the
+    folder its name first, if it can."""
     folder = (run.version_path(commit.version), commit.writer)
     with contextlib.suppress(OSError):  # without a name it is read where it is
         drafts.settle(*folder)

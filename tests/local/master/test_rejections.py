@@ -86,7 +86,7 @@ def shared(tmp_path_factory) -> Iterator[Running]:
 
 @pytest.fixture
 def run(shared: Running) -> Iterator[Running]:
-    shared.pace(0.02)
+    shared.even_pace()
     for pid in shared.pids("master") + shared.pids("trainer"):
         os.kill(pid, signal.SIGCONT)
     shared.workers(1)
@@ -98,7 +98,8 @@ def run(shared: Running) -> Iterator[Running]:
 
 @pytest.fixture
 def fake(run: Running) -> Iterator[Fake]:
-    """A fake worker while a round goes on that does not close before it goes on."""
+    """A fake worker, while the real one is held amid a round: that does not close before
+    `go_on`."""
     run.hold()
     with run.store() as store:
         yield Fake(run, store)
