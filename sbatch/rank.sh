@@ -16,7 +16,7 @@ signal="${ELASTIC_NOTICE_SIGNAL:-TERM}" noticed="" heard_s=0 child=""
 # Slurm tells every process of a step, and a save told twice may break; with proctrack/cgroup this shell alone.
 is_told() { [[ "${SLURM_STEP_ID:+${noticed}}" == "${signal}" ]] && ! grep -Eqs '(:freezer|^0:).*/step_' /proc/self/cgroup; }
 # The command hears of a notice once, unless ten minutes lie between. Who presses Ctrl-C again means it.
-# shellcheck disable=SC2317 # the traps call it
+# shellcheck disable=SC2317,SC2329 # the traps call it
 hear() {
     [[ "${noticed}" != "$1" || "$1" == INT ]] || ((SECONDS - heard_s > 600)) || return 0
     noticed="$1" heard_s="${SECONDS}"
