@@ -168,7 +168,7 @@ class Run:
         ]
         self.before = self.outer.params[0].clone()
         mean = sum(part * clip * each[1] for (part, clip), each in zip(parts, sent, strict=True))
-        self.outer.mu = rounds.momentum(steps, self.settings)
+        self.outer.mu = rounds.momentum(steps, [part for part, _ in parts], self.settings)
         lr = rounds.outer_lr(self.settings.outer_lr, total, self.running, True)
         self.outer.step(0, mean, lr)
         loss = guards.round_loss(headers, self.version)

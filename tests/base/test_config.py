@@ -108,8 +108,9 @@ def test_what_is_left_open_is_settled_once(write):
     made = config.load(path)
     assert made.run.name == "small-1"
     assert made.run.folder == str(path.resolve().parent)
+    assert made.local_sgd.outer_momentum == "auto"  # each round has its own
     for steps, momentum in [(200, 0.9), (100, 0.9), (99, 0.8), (11, 0.8), (10, 0.5), (1, 0.5)]:
-        made = config.load(path, [f"local_sgd.inner_steps={steps}"])
+        made = config.load(path, [f"local_sgd.inner_steps={steps}", "train.optimizer=adamw"])
         assert made.local_sgd.outer_momentum == momentum
     made = config.load(path, ["local_sgd.outer_momentum=0.3", "run.folder=sub"])
     assert made.local_sgd.outer_momentum == 0.3
@@ -351,7 +352,7 @@ def test_the_site_file_with_its_comments_removed_is_legal(write):
 def test_the_demo_runs_without_slurm():
     made = config.load(ETC / "demo.toml", site=NO_SITE)
     assert (made.run.name, made.run.scheduler) == ("demo", "local")
-    assert made.local_sgd.outer_momentum == 0.8
+    assert made.local_sgd.outer_momentum == "auto"
 
 
 @pytest.mark.parametrize("name", ["125m", "7b"])

@@ -387,7 +387,7 @@ def test_who_joined_in_mid_round_does_not_hold_up_the_others():
     seen = view(answered=(0, 1, 2), joined={3: 110.0}, due_s=20.0)
     move, reason = decide(seen, 120.0)
     assert move is Move.CALL
-    assert reason == "only workers that joined late are still at it: slots 3"
+    assert reason == "only workers that joined late are missing: slots 3"
     assert decide(replace(seen, called=120.0), 129.9)[0] is Move.WAIT
     assert decide(replace(seen, called=120.0), 130.0)[0] is Move.CLOSE
 
@@ -634,10 +634,21 @@ def test_there_may_be_no_cold_start():
 
 
 def test_momentum_is_less_while_rounds_are_short_because_it_is_early():
-    assert rounds.momentum(10, settings_of()) == 0.5
-    assert rounds.momentum(20, settings_of()) == 0.9
-    assert rounds.momentum(5, settings_of(inner_steps=5, outer_momentum=0.7)) == 0.7
-    assert rounds.momentum(10, settings_of(outer_momentum=0.3)) == 0.3
+    assert rounds.momentum(10, [1.0], settings_of()) == 0.5
+    assert rounds.momentum(20, [1.0], settings_of()) == 0.9
+    assert rounds.momentum(5, [1.0], settings_of(inner_steps=5, outer_momentum=0.7)) == 0.7
+    assert rounds.momentum(10, [1.0], settings_of(outer_momentum=0.3)) == 0.3
+    assert rounds.momentum(10, [0.125] * 8, settings_of(outer_momentum="auto")) == 0.5
+
+
+@given(st.integers(1, 11), st.floats(0.0, 1.0))
+def test_momentum_grows_with_the_deltas_that_the_mean_is_made_of(n, small):
+    """A delta of a few steps makes it no larger than a whole one does."""
+    auto = settings_of(outer_momentum="auto")
+    parts = [1 / (n + small)] * n + [small / (n + small)]
+    assert rounds.momentum(200, [1 / n] * n, auto) == pytest.approx(n / (n + 3))
+    assert rounds.momentum(200, parts, auto) <= (n + 1) / (n + 4) + 1e-9
+    assert rounds.momentum(200, [0.01] * 100, auto) == 0.8
 
 
 # ---- versions that were taken back -------------------------------------------------------------

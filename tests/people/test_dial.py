@@ -89,8 +89,8 @@ def test_a_run_has_what_was_chosen_and_says_why(tmp_path: Path):
     file, env = tmp_path / "mine.toml", environment(tmp_path)
     demo = (ROOT / "etc/demo.toml").read_text()
     file.write_text(re.sub("(?m)^inner_steps.*", "", demo))
-    costs = ("--plan.step=0.3s", "--plan.process=1gb")
-    done = elastic("submit", file, *costs, "--name", "mine", env=env)
+    settings = ("--plan.step=0.3s", "--plan.process=1gb", "--train.optimizer=adamw")
+    done = elastic("submit", file, *settings, "--name", "mine", env=env)
     assert done.returncode == 0, done.stderr
     elastic("stop", "mine", "--now", env=env)
     said = re.search(r"local_sgd\.inner_steps=(\d+): a round is 9 s of steps and", done.stdout)

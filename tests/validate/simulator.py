@@ -380,7 +380,8 @@ class Simulator:
         total = sum(weight for weight, _ in shares)
         means = [self._mean(index, deltas, shares) for index in range(len(self.outer.params))]
         lr = rounds.outer_lr(settings.outer_lr, total, self.running, settings.thin_rounds)
-        self.outer.mu = rounds.momentum(self.versions[self.version].steps, settings)
+        parts = [weight / total for weight, _ in shares]
+        self.outer.mu = rounds.momentum(self.versions[self.version].steps, parts, settings)
         self.step(means, lr)
         self.running = self.running.after(moves, total, 0.0)
         self.clipped += sum(clip < 1 for _, clip in shares)

@@ -22,9 +22,9 @@ FOLDERS = {
     "jobs": 1673,  # jobs on a cluster: what is there, what should be, one pass
     "train": 1049,  # a process with torch: the task, its ranks, its device, its health
     "saved": 973,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 588,  # local mode: what both sides of the wire speak
+    "local": 589,  # local mode: what both sides of the wire speak
     "local/worker": 1389,  # one slot: hold the lease, train, deliver
-    "local/master": 1116,  # one master: Redis, samples, rounds, commits
+    "local/master": 1115,  # one master: Redis, samples, rounds, commits
     "sync": 1051,  # sync mode: one job that resizes
     "people": 2143,  # what a person asks and sees
     "lab": 1172,  # trying and proving; nothing imports it

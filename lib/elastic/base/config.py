@@ -261,7 +261,7 @@ def _fill_in(values: dict[str, dict[str, Any]], path: Path) -> None:
     steps = sgd["inner_steps"]
     if sgd["outer_lr"] == "auto":
         sgd["outer_lr"] = 0.7
-    if sgd["outer_momentum"] == "auto":
+    if sgd["outer_momentum"] == "auto" and values["train"]["optimizer"] == "adamw":
         sgd["outer_momentum"] = 0.9 if steps >= 100 else 0.8 if steps > 10 else 0.5
     for name in ("partition", "account", "qos"):
         slurm[f"master_{name}"] = slurm[f"master_{name}"] or slurm[name]

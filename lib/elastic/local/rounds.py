@@ -13,7 +13,7 @@ arrive cannot matter.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
@@ -26,7 +26,8 @@ from elastic.run.records import Commit, Header
 MOST_TOKENS, MORE_TOKENS = 2**24, 16
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
 DOUBLES_ROUNDS = 40  # in which K doubles in the cold start of a long run
-FEW_STEPS, EARLY_MOMENTUM = 20, 0.5
+FEW_STEPS, EARLY_MOMENTUM, MOST_MOMENTUM = 20, 0.5, 0.8
+ALONE = 3.0  # the momentum of a single delta is 1 / (1 + ALONE)
 
 
 # ---- may this delta be merged? ---------------------------------------------------------
@@ -171,12 +172,18 @@ def inner_steps(commit: Commit, settings) -> int:
     return max(1, round(min(most, max(by_version, by_tokens))))
 
 
-def momentum(steps: int, settings) -> float:
-    """mu of a round of that many inner steps: less while they are few only because it is
-    early."""
+def momentum(steps: int, parts: Sequence[float], settings) -> float:
+    """mu of a round of that many inner steps; `parts`: how much of the mean each delta is.
+
+    "auto": n / (n + 3) for n equal parts, at most 0.8. What differs between deltas cancels
+    out in their mean, which is shorter the more they are; momentum makes up for that. Less
+    while steps are few only because it is early.
+    """
+    mu = settings.outer_momentum
+    if mu == "auto":
+        mu = min(MOST_MOMENTUM, 1 / (1 + ALONE * sum(part**2 for part in parts)))
     is_early = steps < min(FEW_STEPS, settings.inner_steps)
-    most = EARLY_MOMENTUM if is_early else math.inf
-    return min(settings.outer_momentum, most)
+    return min(mu, EARLY_MOMENTUM) if is_early else mu
 
 
 def pace_s(delta: Header, took_s: float, inner_steps: int) -> float:
@@ -239,8 +246,7 @@ def decide(view: View, settings, now: float) -> tuple[Move, str]:
             return Move.CLOSE, f"last call is over, without slots {_some(missing)}"
         return Move.WAIT, f"last call: waiting for slots {_some(missing)}"
     if all(view.expected[slot] > view.opened for slot in missing):
-        late = "only workers that joined late are still at it"
-        return Move.CALL, f"{late}: slots {_some(missing)}"
+        return Move.CALL, f"only workers that joined late are missing: slots {_some(missing)}"
     enough = max(1, math.ceil(settings.quorum * len(view.expected)))
     answered = len(view.expected) - len(missing)
     if answered < enough or view.due_s == math.inf:
@@ -272,6 +278,5 @@ def weights_and_clips(
 
 def outer_lr(lr: float, weight: float, running: Running, thin_rounds: bool) -> float:
     """eta * min(1, sqrt(W / mean W)): a round with little work behind it steps less."""
-    if not thin_rounds or running.weight <= 0:
-        return lr
-    return lr * min(1.0, math.sqrt(weight / running.weight))
+    is_thin = thin_rounds and weight < running.weight
+    return lr * math.sqrt(weight / running.weight) if is_thin else lr

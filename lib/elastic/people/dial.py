@@ -7,8 +7,8 @@ of its model, the speed of the filesystem and the time of a step.
     overlap        rebase where int4 does, too: steps ahead cost some of the loss, the
                    less the longer a round is (docs/measurements.md)
 
-The outer step follows from inner_steps, where outer_lr and outer_momentum are "auto".
-What a file or the command line sets is left as it is.
+With AdamW the outer momentum follows from inner_steps, where it is "auto". What a file or
+the command line sets is left as it is.
 """
 
 import contextlib

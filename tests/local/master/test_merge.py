@@ -285,6 +285,18 @@ def test_the_first_commit_says_what_the_outer_step_did(open_rounds):
     assert torch.allclose(runs.theta, -0.7 * 1.9 * ones)  # b = g; eta (g + mu b)
 
 
+def test_each_round_steps_with_the_momentum_of_its_deltas(open_rounds):
+    runs = open_rounds(torch.zeros(SIZE))
+    theta = b = torch.zeros(SIZE)
+    for count, mu in [(1, 0.25), (3, 0.5), (20, 0.8)]:
+        commit = runs.close([runs.deliver(i, runs.base() - 1.0, 100) for i in range(count)])
+        b = mu * b + 1.0
+        theta = theta - 0.7 * (1.0 + mu * b)
+        assert commit.outer_momentum == pytest.approx(mu)
+        assert torch.allclose(runs.momentum, b)
+        assert torch.allclose(runs.theta, theta)
+
+
 # ---- the order of arrival -----------------------------------------------------------------------
 
 

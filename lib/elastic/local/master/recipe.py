@@ -58,12 +58,11 @@ def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[Recipe,
     factors = [weight * clip / total for weight, clip in shares]
     lr = rounds.outer_lr(settings.outer_lr, total, running, settings.thin_rounds)
     steps = rounds.inner_steps(commit, settings)
-    momentum = rounds.momentum(steps, settings)
-    loss = guards.round_loss(headers, base)
+    momentum = rounds.momentum(steps, [weight / total for weight, _ in shares], settings)
     said = {
         "outer_lr": lr, "outer_momentum": momentum, "inner_steps": steps,
         "clipped": sum(clip < 1 for _, clip in shares),
-        "running": asdict(running.after(moves, total, loss)),
+        "running": asdict(running.after(moves, total, guards.round_loss(headers, base))),
         "bytes": sum(part.bytes for header in headers for part in header.fragments),
     }  # fmt: skip
     return Recipe(base, tuple(headers), tuple(factors), lr, momentum), said
