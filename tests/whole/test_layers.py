@@ -19,11 +19,11 @@ PACKAGE = ROOT / "lib" / "elastic"
 FOLDERS = {
     "base": 1037,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1385,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1673,  # jobs on a cluster: what is there, what should be, one pass
+    "jobs": 1671,  # jobs on a cluster: what is there, what should be, one pass
     "train": 1049,  # a process with torch: the task, its ranks, its device, its health
     "saved": 973,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 589,  # local mode: what both sides of the wire speak
-    "local/worker": 1389,  # one slot: hold the lease, train, deliver
+    "local": 587,  # local mode: what both sides of the wire speak
+    "local/worker": 1392,  # one slot: hold the lease, train, deliver
     "local/master": 1115,  # one master: Redis, samples, rounds, commits
     "sync": 1051,  # sync mode: one job that resizes
     "people": 2143,  # what a person asks and sees

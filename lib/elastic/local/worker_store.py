@@ -60,7 +60,5 @@ class WorkerStore(Store):
     def granted(self, ask: Ask, timeout_s: float) -> list | None:
         """The ranges granted to `ask`, or None if no answer came within `timeout_s`."""
         answer = self._redis.blpop(self._key("grant", ask.slot, ask.attempt), timeout_s)
-        if answer is None:
-            return None
-        sequence, ranges = json.loads(answer[1])
+        sequence, ranges = json.loads(answer[1]) if answer else (None, ())
         return [tuple(each) for each in ranges] if sequence == ask.sequence else None

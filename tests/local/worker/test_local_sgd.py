@@ -377,6 +377,16 @@ def test_who_asks_for_samples_where_no_master_is_does_not_train(run):
     assert told == ["training", "waiting"]
 
 
+def test_who_waits_for_samples_where_no_master_is_leaves_with_its_steps(run):
+    """It went on to ask until the notice had run out, and had no time left to deliver them."""
+    notice = Notice()
+    own = Line(Place(run, 0, 1, "7"), notice)
+    own.tell_agent = lambda said: said["state"] == "waiting" and notice.arrived(signal.SIGTERM)
+    own.say(state="training")
+    assert own.ask(8, [], lambda: bool(notice)) is None
+    assert not notice.has_run_out()
+
+
 def test_who_hangs_up_does_not_close_a_line_that_another_thread_uses():
     closed, store = [], SimpleNamespace(close=lambda: closed.append(True))
     own = Line(Place(None, 0, 1, "7"), False)

@@ -172,8 +172,10 @@ class Line(RankLine):
 
     # ---- calls that survive a lost line
 
-    def reach(self, action: Callable[[S], T], kind: type[S] = WorkerStore) -> T:
-        """`action(store)`, again and again until Redis answers.
+    def reach(self, action: Callable[[S], T], kind: type[S] = WorkerStore,
+              enough: Callable[[], bool] = bool) -> T | None:  # fmt: skip
+        """`action(store)`, again and again until Redis answers; None if `enough()` is true
+        before.
 
         Raises TryAgain if nobody answers until the notice has run out, or the run is
         over.
@@ -186,6 +188,8 @@ class Line(RankLine):
                 if self._said.get("state") == "training":  # and cannot go on without a master
                     self.say(state="waiting")
                 self._stores.clear()  # not closed: a courier may be using one
+                if enough():
+                    return None
                 if self.notice.has_run_out() or self.news.over:
                     raise
                 self._closed.wait(RETRY_S)
@@ -212,8 +216,9 @@ class Line(RankLine):
         """Ask for samples, and wait for the answer; None if `enough()` is true before."""
         ask = self._ask(want, held)
         while not enough():
-            self.reach(lambda store: store.ask(ask))
-            granted = self.reach(lambda store: store.granted(ask, POLL_S))
+            # Whoever waits for samples may have steps to deliver, and get a notice.
+            self.reach(lambda store: store.ask(ask), enough=enough)
+            granted = self.reach(lambda store: store.granted(ask, POLL_S), enough=enough)
             if granted is not None:
                 return granted
             self.say(state="waiting")  # to wait for the master is no hang
