@@ -390,7 +390,7 @@ def test_a_task_that_cannot_train_is_refused_with_its_traceback(task, tmp_path, 
 def test_what_only_this_machine_lacks_is_said_and_no_reason_to_refuse(task, name, words):
     answer = task(name, "--dry-run")
     assert answer.returncode == 0, answer.stderr
-    assert answer.stderr.startswith("warning: the task was not tried: ")
+    assert answer.stderr.startswith("warning: no step of the task was tried here: ")
     assert words in answer.stderr
 
 

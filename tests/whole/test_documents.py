@@ -6,6 +6,7 @@ Also what they say about options, error messages, settings, links and the task p
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,12 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 from elastic import __version__
 from elastic.base import config as configuration
 from elastic.commands import main
+from elastic.saved.checkpoint import Checkpoints
+from elastic.saved.layout import Layout
+from elastic.saved.replica import shapes
+from elastic.saved.versions import VersionDraft
 from elastic.train import task
-from helpers import PATIENCE, ROOT, checkout, elastic, environment, pretended_python
+from elastic.train.group import Group
+from helpers import PATIENCE, ROOT, checkout, commit_of, elastic, environment, pretended_python
 from running import running
 
 README, INSTALL = ROOT / "README.md", ROOT / "INSTALL.md"
@@ -109,6 +117,29 @@ def test_every_command_in_the_documents_has_its_test():
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for line, test in SHOWN_BY.items():
         assert test == ALL or f"def {test}(" in tests, line
+
+
+def test_a_model_gets_out_of_a_run_as_the_page_says(make_run, monkeypatch):
+    run_dir, trained = make_run(name="7b"), torch.nn.Linear(3, 2, dtype=torch.bfloat16).float()
+    monkeypatch.chdir(run_dir.path.parents[1])
+    layout = Layout.of(shapes(trained), 20)  # a fragment for each tensor
+    draft, tensors = VersionDraft(run_dir, 123, "1"), trained.parameters()
+    files = [file for index, tensor in enumerate(tensors) for file in
+             draft.write_fragment(layout, index, *[tensor.detach().flatten()] * 2)]  # fmt: skip
+    assert draft.commit(layout, files, commit_of(123))
+    optimizer = torch.optim.SGD(trained.parameters())
+    Checkpoints(run_dir, Group(), "1", 1).save(123, trained, optimizer, {})
+    of_version, of_checkpoint = (
+        block(PROGRAMS, words) for words in ("versions/000123", "dcp_to_torch")
+    )
+    command, load = of_checkpoint.replace("python", sys.executable).split("\n\n")
+    for code in (of_version, load):
+        if code is load:
+            subprocess.run(shlex.split(command), check=True, capture_output=True)
+        model = torch.nn.Linear(3, 2)
+        exec(code, {"model": model, "Path": Path, "torch": torch, "safetensors": safetensors})
+        assert torch.equal(model.weight, trained.weight), code
+        assert torch.equal(model.bias, trained.bias), code
 
 
 def test_the_first_lines_of_the_readme_do_it(tmp_path):

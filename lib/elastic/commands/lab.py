@@ -61,7 +61,7 @@ def plan(config: Path, trace: Path, overrides: tuple[str, ...], as_json: bool):
               help="Compressions of local mode to try; K and overlap are CONFIG's.")
 @click.option("--seeds", default=3, type=click.IntRange(1, 10),
               help="Runs of each; the noise is judged by them.")
-@click.option("--margin", default=0.02, help="How much more loss is still as good.")
+@click.option("--margin", default=0.02, help="Additional loss that counts as equal.")
 @click.option("--metric", default="", show_default="the first that says loss",
               help="A number that validate() returns.")
 @shared.overrides_option
@@ -94,9 +94,9 @@ duration = functools.partial(click.option, callback=seconds)
 
 @command("chaos demo --every 29s --for 30m", "chaos demo --faults kill-worker,preempt --seed 7")
 @shared.run_argument()
-@duration("--every", "every_s", default="29s", help="A fault so often, on average.")
+@duration("--every", "every_s", default="29s", help="Mean time between two faults.")
 @duration("--for", "for_s", default="10m", help="How long.")
-@duration("--before", "before_s", default="0s", help="Look on for so long first, to compare with.")
+@duration("--before", "before_s", default="0s", help="Watch the undisturbed run for so long first.")
 @click.option("--seed", default=0, help="The same faults in the same order.")
 @click.option("--faults", "kinds", default="", show_default="all", metavar="A,B,...",
               help="The kinds of faults.")

@@ -52,8 +52,8 @@ def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
     Makes the run directory below $ELASTIC_RUNS (default ./runs), then runs the
     first reconcile pass. Everything is checked before anything is made: the
     task's model, a batch, loss and backward are tried here (of a model of more
-    than 30 million parameters only the making and the batch). What the files
-    leave open of local_sgd.inner_steps, compression and overlap is chosen.
+    than 30 million parameters only its shapes and a batch). What the files leave
+    open of local_sgd.inner_steps, compression and overlap is chosen.
     """
     ready = steering.prepare(config, [*overrides, *settings(named)], not no_try, dry_run)
     warn(*(f"warning: {each}" for each in ready.warnings))
@@ -85,7 +85,7 @@ def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, within: float,
 
     Compares what should be there with what the scheduler says, and submits or
     cancels the difference. Prints nothing when there is nothing to do. Exits 75
-    when the scheduler did not answer: then nothing was done.
+    when a scheduler did not answer: the next pass does what is left.
     """
     if jitter:
         time.sleep(random.uniform(0, JITTER_S))

@@ -58,5 +58,5 @@ def _of_lines(path: Path, gpus: int) -> Iterator[Change]:
                 raise ValueError("no time of a trace")
             yield Change(int(milliseconds) / 1000, node, {"add": gpus, "remove": 0}[verb])
         except (ValueError, KeyError):
-            what = f"{path}:{number}: {line[:80]!r} is no change in a year"
+            what = f"{path}:{number}: {line[:80]!r} is no line of a trace (of at most a year)"
             raise UsageError(what, LINE) from None

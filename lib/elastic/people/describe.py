@@ -63,7 +63,7 @@ def attempt(config, task, numel: int) -> tuple[str, int]:
             raise ElasticError(f"tokens(batch) is {tokens!r}: an integer above 0 is needed")
         per_sample = -(-tokens // 2) if hasattr(task, "tokens") else 0
         if numel > MOST_TRIED:
-            return f"{numel:,} parameters are too many to train here", per_sample
+            return f"{numel:,} parameters are too many", per_sample
         torch.manual_seed(config.run.seed)
         model = task.model().train()
         optimizer = optimizer_of(task, model, config.train)

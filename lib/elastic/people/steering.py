@@ -46,7 +46,7 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
     is_looked_at = not config.run.command and (is_dry or tries)
     model, reason = submission.described(path, settings, tries) if is_looked_at else (None, "")
     if reason:
-        warnings.append(f"the task was not tried: {reason}; if so in its jobs, the run fails")
+        warnings.append(f"no step of the task was tried here: {reason}")
     if not config.slurm.partition and config.run.scheduler == "slurm":
         warnings.append("slurm.partition is not set: a submission needs it")
     ready = Prepared(config, model, reason, warnings)
