@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import torch
 
-from elastic.local import guards, rounds
-from elastic.local.guards import Moved, Running
+from elastic.local import rounds
+from elastic.local.rounds import Moved, Running
 from elastic.run.records import Header
 from elastic.saved import merge
 from elastic.saved.layout import Layout
@@ -145,9 +145,9 @@ class Run:
     def merge(self, sent: list, steps: int) -> None:
         moves = [each[2] for each in sent]
         headers = [self.header(each) for each in sent]
-        loss = guards.round_loss(headers, self.version)
+        loss = rounds.round_loss(headers, self.version)
         self.samples += sum(header.tokens for header in headers)
-        if self.before is not None and (why := guards.canary(loss, self.running, 0.3)):
+        if self.before is not None and (why := rounds.canary(loss, self.running, 0.3)):
             self.told.taken_back.append(why)
             self.outer.params[0].copy_(self.before)
             self.outer.momentum[0].zero_()
@@ -171,7 +171,7 @@ class Run:
         self.outer.mu = rounds.momentum(steps, [part for part, _ in parts], self.settings)
         lr = rounds.outer_lr(self.settings.outer_lr, total, self.running, True)
         self.outer.step(0, mean, lr)
-        loss = guards.round_loss(headers, self.version)
+        loss = rounds.round_loss(headers, self.version)
         self.running = self.running.after(moves, total, loss)
 
     def header(self, each) -> Header:

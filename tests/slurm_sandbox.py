@@ -22,8 +22,7 @@ from elastic.base.environment import user_name
 from elastic.base.errors import ElasticError
 from elastic.base.network import free_ports
 from elastic.lab import sandbox
-from elastic.lab.daemons import ADDRESS, Daemons
-from elastic.lab.sandbox import PACKAGES, Sandbox, Shape
+from elastic.lab.sandbox import ADDRESS, PACKAGES, Daemons, Sandbox, Shape
 from helpers import ROOT, afterwards
 
 MORE_PACKAGES = PACKAGES | dict.fromkeys(("mariadbd", "mariadb-install-db"), "mariadb-server")

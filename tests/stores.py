@@ -1,8 +1,6 @@
 """Both ends of the wire in one: what a test says as a worker, and then reads as the master."""
 
-from elastic.local.master_store import MasterStore
-from elastic.local.store import reaches_redis
-from elastic.local.worker_store import WorkerStore
+from elastic.local.store import MasterStore, WorkerStore, reaches_redis
 
 
 @reaches_redis

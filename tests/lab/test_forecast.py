@@ -17,8 +17,7 @@ from elastic.base import config as configuration
 from elastic.base.errors import UsageError
 from elastic.lab import trace
 from elastic.lab.forecast import _choose, costs, forecast
-from elastic.lab.played import Change, Costs, Nodes, Requeue, Sync
-from elastic.lab.played_local import Local
+from elastic.lab.played import Change, Costs, Local, Nodes, Requeue, Sync
 from elastic.people import views
 from elastic.run import estimate
 from elastic.run.goodput import PARTS, Allocation, Work

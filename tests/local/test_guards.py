@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from elastic.local import guards
-from elastic.local.guards import Moved, Reach, Running
+from elastic.local import rounds
+from elastic.local.rounds import Moved, Reach, Running
 from guarded import Run, Told, World
 from helpers import commit_of
 from running import running
@@ -56,17 +56,17 @@ def test_what_is_usual_follows_what_was_seen():
 
 def test_partial_deltas_do_not_say_what_is_usual():
     moves = [moved(3.0), moved(3.0), moved(9.0), *[moved(0.1, steps=9)] * 3]
-    assert guards.whole(moves) == moves[:3]
-    assert guards.clips(moves, 2.0, Reach()) == [1.0, 1.0, pytest.approx(2 / 3), 1.0, 1.0, 1.0]
-    assert guards.whole([moved(0.0), moved(1.0, lr=0.0)]) == []  # they compare with nothing
+    assert rounds.whole(moves) == moves[:3]
+    assert rounds.clips(moves, 2.0, Reach()) == [1.0, 1.0, pytest.approx(2 / 3), 1.0, 1.0, 1.0]
+    assert rounds.whole([moved(0.0), moved(1.0, lr=0.0)]) == []  # they compare with nothing
 
 
 def test_few_deltas_are_clipped_by_the_rounds_before_once_there_are_three():
     early, late = KNOWN.after([moved(1.0)]), KNOWN.after([moved(1.0)]).after([moved(1.0)])
-    assert guards.clips([moved(8.0)], 2.0, early) == [1.0]
-    assert guards.clips([moved(8.0)], 2.0, late) == [pytest.approx(0.25)]
-    assert guards.clips([moved(8.0)], 0.0, late) == [1.0]
-    assert guards.clips([moved(0.0)] * 3, 2.0, late) == [1.0] * 3
+    assert rounds.clips([moved(8.0)], 2.0, early) == [1.0]
+    assert rounds.clips([moved(8.0)], 2.0, late) == [pytest.approx(0.25)]
+    assert rounds.clips([moved(8.0)], 0.0, late) == [1.0]
+    assert rounds.clips([moved(0.0)] * 3, 2.0, late) == [1.0] * 3
 
 
 # ---- the canary ---------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ SEEN = Running(loss=2.0, unrest=0.0001, rounds=50)
     ],
 )
 def test_the_canary_sees_a_loss_that_rises_by_more_than_chance(loss, running, most, bad):
-    assert bool(guards.canary(loss, running, most)) == bad
+    assert bool(rounds.canary(loss, running, most)) == bad
 
 
 def test_a_loss_counts_by_tokens_of_the_newest_version_and_of_enough_samples():
@@ -98,10 +98,10 @@ def test_a_loss_counts_by_tokens_of_the_newest_version_and_of_enough_samples():
         replace(each, loss=loss, samples=((0, 0, 64),))
         for each, loss in zip(fresh, (1.0, 2.0, 9.0), strict=True)
     ]
-    assert guards.round_loss(told, 7) == 1.75
-    assert guards.round_loss(told[1:], 7) == 0.0
+    assert rounds.round_loss(told, 7) == 1.75
+    assert rounds.round_loss(told[1:], 7) == 0.0
     silent = replace(told[0], slot=3, loss=0.0)
-    assert guards.round_loss([*told, silent], 7) == 1.75, "who has told none has none"
+    assert rounds.round_loss([*told, silent], 7) == 1.75, "who has told none has none"
 
 
 def test_means_of_a_commit_are_read_back_and_those_of_an_older_one_begin_anew():
@@ -220,11 +220,11 @@ def test_learning_rates_that_nobody_else_has_loosen_no_clip():
     liar = Moved(1000.0, 20, 1000 * moved(1.0).lr_sum)
     honest = [moved(1.0)] * 3
     reach = Reach().after(honest)
-    assert guards.clips([*honest, liar], 2.0, reach) == [1.0] * 3 + [pytest.approx(0.008)]
-    assert guards.clips([*honest, moved(1000.0)], 2.0, reach)[3] == pytest.approx(0.002)
+    assert rounds.clips([*honest, liar], 2.0, reach) == [1.0] * 3 + [pytest.approx(0.008)]
+    assert rounds.clips([*honest, moved(1000.0)], 2.0, reach)[3] == pytest.approx(0.002)
 
 
 def test_who_has_ten_times_the_rate_of_those_that_join_with_a_ramp_is_not_clipped():
     old, new = Moved(10.0, 10, 10.0), Moved(1.0, 10, 1.0)
     reach = Reach().after([old] * 3)
-    assert guards.clips([old, new, new, new], 2.0, reach) == [1.0] * 4
+    assert rounds.clips([old, new, new, new], 2.0, reach) == [1.0] * 4

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic.local import rounds
-from elastic.local.guards import Moved, Reach
+from elastic.local.rounds import Moved, Reach
 from elastic.saved import merge
 from elastic.saved.layout import Layout
 from merging import Outer

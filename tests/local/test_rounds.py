@@ -14,10 +14,19 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from elastic.local import rounds
-from elastic.local.guards import MEMORY_ROUNDS, Moved, Running
 from elastic.local.master.open_round import OpenRound
 from elastic.local.master.recipe import Checked
-from elastic.local.rounds import Facts, Judgement, Move, Rule, Verdict, View
+from elastic.local.rounds import (
+    MEMORY_ROUNDS,
+    Facts,
+    Judgement,
+    Move,
+    Moved,
+    Rule,
+    Running,
+    Verdict,
+    View,
+)  # fmt: skip
 from elastic.run import membership
 from elastic.run.ledger import Ledger
 from elastic.run.records import Fragment, Header

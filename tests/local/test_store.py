@@ -16,9 +16,7 @@ import pytest
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import free_port
 from elastic.local.master.server import Server
-from elastic.local.master_store import MasterStore
-from elastic.local.store import Ask, Store, Useless
-from elastic.local.worker_store import WorkerStore
+from elastic.local.store import Ask, MasterStore, Store, Useless, WorkerStore
 from elastic.run.rundir import SECRETS, Endpoint
 from helpers import PATIENCE, wait_until
 from stores import Anybody

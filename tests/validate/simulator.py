@@ -26,7 +26,7 @@ from torch.utils.data import default_collate
 
 from elastic.base.config import Config
 from elastic.local import rounds
-from elastic.local.guards import Moved, Running
+from elastic.local.rounds import Moved, Running
 from elastic.local.worker.worker import train
 from elastic.run.ledger import Range
 from elastic.run.records import Commit, Delta as Merged

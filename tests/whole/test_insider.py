@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 from elastic.base.errors import TryAgain
-from elastic.local.worker_store import WorkerStore
+from elastic.local.store import WorkerStore
 from elastic.saved.versions import read_layout, read_params, split
 from helpers import ROOT
 from insider import ATTACKS

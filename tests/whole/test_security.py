@@ -34,8 +34,7 @@ from elastic.jobs.sched_local import LocalScheduler
 from elastic.jobs.sched_slurm import SlurmScheduler
 from elastic.lab import sandbox
 from elastic.local.master import redis_server
-from elastic.local.store import Ask, Store
-from elastic.local.worker_store import WorkerStore
+from elastic.local.store import Ask, Store, WorkerStore
 from elastic.people import doctor, tryout
 from elastic.run.rundir import SECRETS, Control, Endpoint, RunDir
 from elastic.saved import inner_state

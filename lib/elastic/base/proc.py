@@ -47,13 +47,9 @@ class Process(NamedTuple):
         return None if is_gone else cls.parse(stat)
 
 
-def families(
-    mark: str, folder: Path, otherwise: Callable[[int, dict[str, str]], str] = lambda *_: "",
-    job_id: str = "",
-) -> dict[str, set[int]]:  # fmt: skip
-    """All living processes by owner; `otherwise(pid, environment)` may name the owner of a
-    process without a mark. `job_id`: only processes of this Slurm job, because jobs that a
-    process submits inherit its mark.
+def families(mark: str, folder: Path, job_id: str = "") -> dict[str, set[int]]:
+    """All living processes by owner, each with its descendants. `job_id`: only processes of
+    this Slurm job, because jobs that a process submits inherit its mark.
 
     Only this user's processes count: other users may mark theirs as they like.
     """
@@ -68,7 +64,7 @@ def families(
         where, _, name = given.get(mark, "").rpartition(":")
         if job_id and given.get("SLURM_JOB_ID", job_id) != job_id:
             return ""
-        return name if where == str(folder) else otherwise(pid, given)
+        return name if where == str(folder) else ""
 
     owners = {pid: owner(pid) for pid in parents}
     found: dict[str, set[int]] = defaultdict(set)

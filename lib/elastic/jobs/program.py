@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Protocol
 
 from elastic.base import proc
 from elastic.base.durable import patiently, until_written
@@ -95,20 +94,7 @@ class Program:
         return patiently(self.run.closing, mode, hurry=notice.__bool__, for_s=SILENT_S)
 
 
-class Job(Protocol):
-    """An agent, a launcher or a master."""
-
-    program: Program
-    notice: Notice
-
-    def main(self) -> int:
-        """Do all that the job is for, and `end` it; the exit code."""
-
-    def end(self, end: End) -> int:
-        """Say how the job ended, and clean up; the exit code."""
-
-
-def run_job(make: Callable[..., Job], run: RunDir, notice: Notice) -> int:
+def run_job(make: Callable, run: RunDir, notice: Notice) -> int:
     """Make a job, of `run` and `notice`, and do it; its exit code. Its record says how it
     ended, after an error, too."""
     patiently(run.config, hurry=notice.__bool__, for_s=SILENT_S)

@@ -29,7 +29,7 @@ from elastic.jobs.sched_local import detached
 from elastic.lab import faults
 from elastic.lab.faults import Cost, Fault
 from elastic.lab.sandbox import Sandbox
-from elastic.local.master_store import MasterStore
+from elastic.local.store import MasterStore
 from elastic.run import goodput
 from elastic.run.audit import audit, gpu_seconds, has_ledger
 from elastic.run.membership import Slot

@@ -5,7 +5,7 @@
     sync      one job of the size there is, with a successor that waits behind it
     local     a job per worker, averaged in rounds
 
-The trace is played to each (played.py, played_local.py), and what a run would do is
+The trace is played to each (played.py), and what a run would do is
 decided by what decides it there: plan.plan (which workers are submitted), sizing.fit and
 `sizing` (the trainer's size), cadence (its checkpoints), rounds (the life of a round),
 estimate (what a round moves and takes). The result goes through goodput.ledger, so its
@@ -26,8 +26,7 @@ from typing import Any
 
 from elastic.base.errors import UsageError
 from elastic.jobs import sizing
-from elastic.lab.played import Costs, Nodes, Requeue, Sync, Trace
-from elastic.lab.played_local import Local
+from elastic.lab.played import Costs, Local, Nodes, Requeue, Sync, Trace
 from elastic.run import estimate
 
 SAVED = 12  # bytes an element of a checkpoint, at most: float32, and AdamW's two

@@ -20,8 +20,8 @@ There is a class for each who speaks to it, which connects as the user that it c
 `role` (a server of the site's has the user and the password of its URL instead):
 
     Store         reader   whoever only looks
-    WorkerStore   worker   a worker's processes: leases, offers, asks    worker_store.py
-    MasterStore   master   the run's master: verdicts, grants, epochs    master_store.py
+    WorkerStore   worker   a worker's processes: leases, offers, asks
+    MasterStore   master   the run's master: verdicts, grants, epochs
 
 What a role may do is in redis_server.py.
 
@@ -42,7 +42,7 @@ import hmac
 import inspect
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -50,11 +50,13 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.errors import ElasticError, Fenced, TryAgain
 from elastic.base.keys import URL, parse, shown_url
+from elastic.local import scripts
 from elastic.run.membership import Slot
 from elastic.run.rundir import Endpoint, RunDir
 
+GRANT_KEPT_MS = 60_000
 MOST_WORDS = 10_000  # wake-ups that are heard at once
 MARK_BYTES = 64  # of a seal
 # X509_V_FLAG_NO_CHECK_TIME: this node's clock may be behind the master's.
@@ -260,6 +262,159 @@ class Store:
             words.append(message["data"].decode(errors="replace"))
             message = self._ear.get_message(timeout=0)
         return words
+
+
+@reaches_redis
+class WorkerStore(Store):
+    """As an agent and its training process speak to it: leases, offers, asks."""
+
+    role = "worker"
+
+    # ---- a slot's lease
+
+    def lease(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
+        """Take the slot's lease, or renew it. False if a higher attempt has claimed it."""
+        words = {"slot": slot, "attempt": attempt, **fields}
+        return self._of_lease(scripts.LEASE, slot, attempt, int(lease_s * 1000), words) == 1
+
+    def release(self, slot: int, attempt: int) -> None:
+        """Give the lease up; nothing happens if a higher attempt has it."""
+        self._of_lease(scripts.RELEASE, slot, attempt, self._key("wake"))
+
+    def _of_lease(self, script: str, slot: int, attempt: int, how, fields=()) -> int:
+        keys = [self._key("slot", slot), self._key("attempts")]
+        return self._run(script, keys, [slot, attempt, how], fields)
+
+    # ---- a delta
+
+    def offer(self, slot: int, attempt: int, base: int, header: dict) -> bool:
+        """Announce a delta. False: on this server the attempt has no lease, or a higher
+        attempt has it."""
+        keys = [self._key("offers", base), self._key("attempts")]
+        body = self._sealed(keys[0], f"{slot}:{attempt}", header)
+        return self._run(scripts.OFFER, keys, [slot, attempt, body, self._key("wake")]) == 1
+
+    def offered(self, slot: int, attempt: int, base: int) -> bool:
+        """Is the offer still known? A flushed or new server has forgotten it."""
+        return bool(self._redis.hexists(self._key("offers", base), f"{slot}:{attempt}"))
+
+    def take_verdict(self, slot: int, attempt: int) -> dict | None:
+        """The verdict on this attempt's delta, if there is one; it is removed."""
+        key, name = self._key("verdicts"), f"{slot}:{attempt}"
+        pipe = self._redis.pipeline(transaction=True)
+        body, _ = pipe.hget(key, name).hdel(key, name).execute()
+        text = self._unsealed(key, name, body or b"")
+        return json.loads(text) if text else None
+
+    # ---- samples
+
+    def ask(self, ask: Ask) -> int:
+        """Ask for samples, or (want 0) say which ones are held. Returns the epoch of the
+        master that hears it."""
+        key, name = self._key("asks"), f"{ask.slot}:{ask.attempt}"
+        body = self._sealed(key, name, [ask.sequence, ask.want, ask.held])
+        self._redis.hset(key, name, body)
+        self._redis.publish(self._key("wake"), f"ask {ask.slot}")
+        return self.epoch
+
+    def granted(self, ask: Ask, timeout_s: float) -> list | None:
+        """The ranges granted to `ask`, or None if no answer came within `timeout_s`."""
+        answer = self._redis.blpop(self._key("grant", ask.slot, ask.attempt), timeout_s)
+        sequence, ranges = json.loads(answer[1]) if answer else (None, ())
+        return [tuple(each) for each in ranges] if sequence == ask.sequence else None
+
+
+@reaches_redis
+class MasterStore(Store):
+    """As the run's master speaks to it: epochs, fences, verdicts, grants."""
+
+    role = "master"
+
+    # ---- itself, and who is fenced
+
+    def load_scripts(self) -> None:
+        """Load all scripts into the server: workers call them by their hashes."""
+        for text in scripts.ALL:
+            self._redis.script_load(text)
+
+    def set_master(self, epoch: int, fields: dict, wake: str = "") -> None:
+        """Change the master's hash and announce `wake`. Raises Fenced under a higher
+        epoch."""
+        keys = [self._key("master"), self._key("proof")]
+        words = [epoch, self._key("ctl"), wake, self.proof]
+        try:
+            is_done = self._run(scripts.MASTER, keys, words, fields)
+        except Forgetful:
+            self.load_scripts()
+            is_done = self._run(scripts.MASTER, keys, words, fields)
+        if not is_done:
+            raise Fenced(f"master epoch {epoch}: a higher one has taken over")
+
+    def set_attempts(self, attempts: dict[int, int]) -> None:
+        """Tell a server the attempts that the run directory knows, so that it fences older
+        ones. A worker that has just claimed its lease, and is not known there yet, claims it
+        again."""
+        key = self._key("attempts")
+        pipe = self._redis.pipeline(transaction=True).delete(key)
+        for slot, attempt in attempts.items():
+            pipe.hset(key, slot, attempt)
+        pipe.execute()
+
+    # ---- deltas
+
+    def offers(self, bases: Iterable[int]) -> dict[int, dict[str, bytes]]:
+        """Base version -> {"slot:attempt": header as JSON}. Offers without the run's seal
+        are removed."""
+        found = {}
+        for base, table in self._tables("offers", list(bases)).items():
+            key = self._key("offers", base)
+            sealed = {name.decode("latin-1"): body for name, body in table.items()}
+            texts = {name: self._unsealed(key, name, sealed[name]) for name in sealed}
+            found[base] = {name: text for name, text in texts.items() if text}
+            self.drop_offers(base, sealed.keys() - found[base].keys())
+        return found
+
+    def drop_offers(self, base: int, names: Iterable[str]) -> None:
+        """Forget offers by name ("slot:attempt"); one that came meanwhile stays."""
+        names = [name.encode("latin-1") for name in names]
+        if names:
+            self._redis.hdel(self._key("offers", base), *names)
+
+    def set_verdict(self, name: str, verdict: dict) -> None:
+        """Say why the newest delta of "slot:attempt" is not merged."""
+        key = self._key("verdicts")
+        self._redis.hset(key, name.encode("latin-1"), self._sealed(key, name, verdict))
+
+    # ---- samples
+
+    def take_asks(self) -> list[Ask]:
+        """All waiting requests, removed. One that gets lost is asked again by its
+        worker."""
+        pipe = self._redis.pipeline(transaction=True)
+        key, asks = self._key("asks"), []
+        for name, body in pipe.hgetall(key).delete(key).execute()[0].items():
+            with contextlib.suppress(*MALFORMED):
+                text = self._unsealed(key, name.decode(), body)
+                sequence, want, held = json.loads(text)
+                ranges = tuple((int(e), int(start), int(stop)) for e, start, stop in held)
+                who = map(int, name.split(b":"))
+                asks.append(Ask(*who, int(sequence), int(want), ranges))
+        return asks
+
+    def grant(self, grants: dict[tuple[int, int], tuple[int, list]]) -> None:
+        """(slot, attempt) -> (sequence of the ask, ranges)."""
+        pipe = self._redis.pipeline(transaction=False)
+        for (slot, attempt), answer in grants.items():
+            key = self._key("grant", slot, attempt)
+            pipe.rpush(key, json.dumps(answer)).pexpire(key, GRANT_KEPT_MS)
+        pipe.execute()
+
+    # ---- everything
+
+    def forget_everything(self) -> int:
+        """Remove every key of the run, as a server that was replaced has none."""
+        keys = list(self._redis.scan_iter(self._prefix + "*", count=1000))
+        return self._redis.unlink(*keys) if keys else 0
 
 
 def _text(table: dict[bytes, bytes]) -> dict[str, str]:

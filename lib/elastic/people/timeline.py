@@ -49,18 +49,9 @@ def points(commits: Iterable[Commit], metrics: Iterable[Mapping] = ()) -> list[P
     """Loss and speed along the run, over versions of local mode and steps of sync mode."""
     versions = [(commit.time, commit.tokens, commit.loss) for commit in commits]
     steps = [(line["time"], line["tokens"], line.get("loss")) for line in metrics]
-    # By tokens, not by time: machines may disagree about that.
-    return list(_rates(_growing(sorted(versions + _growing(steps), key=lambda row: row[1]))))
-
-
-def _growing(rows: Iterable[tuple]) -> list[tuple]:
-    """The rows without those that were trained again later: tokens only grow."""
-    kept: list[tuple] = []
-    for row in rows:
-        while kept and kept[-1][1] >= row[1]:
-            kept.pop()
-        kept.append(row)
-    return kept
+    # By tokens, not by time: machines may disagree about that. What was trained again counts.
+    rows = {row[1]: row for row in versions + steps}
+    return list(_rates([rows[tokens] for tokens in sorted(rows)]))
 
 
 def _rates(rows: Sequence[tuple]) -> Iterator[Point]:

@@ -23,9 +23,7 @@ from elastic.base import network
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import bind_address, free_port, interfaces
 from elastic.local.master import redis_server
-from elastic.local.master_store import MasterStore
-from elastic.local.store import Useless
-from elastic.local.worker_store import WorkerStore
+from elastic.local.store import MasterStore, Useless, WorkerStore
 from elastic.run.rundir import SECRETS, RunDir
 from helpers import ROOT, borrowing_venv, wait_until
 

@@ -22,6 +22,7 @@ from elastic.base import durable
 from elastic.base.errors import ElasticError, Exit, TryAgain
 from elastic.base.signals import Notice
 from elastic.jobs.ending import End
+from elastic.local.store import WorkerStore
 from elastic.local.transport import Transport
 from elastic.local.worker import agent, deliver, line
 from elastic.local.worker.adopt import Adoption
@@ -34,7 +35,6 @@ from elastic.local.worker.local_sgd import LocalSGD
 from elastic.local.worker.moments import Moments
 from elastic.local.worker.opening import layout_of_run
 from elastic.local.worker.worker_round import WorkerRound
-from elastic.local.worker_store import WorkerStore
 from elastic.run.commits import Commits
 from elastic.run.records import Commit, Fragment, Header, Outcome
 from elastic.saved import inner_state

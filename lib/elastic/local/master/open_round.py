@@ -17,11 +17,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from elastic.local import guards, rounds
-from elastic.local.guards import Running
+from elastic.local import rounds
 from elastic.local.master import recipe
 from elastic.local.master.recipe import Checked, Recipe
-from elastic.local.rounds import Facts, Judgement, Move, Rule, Verdict
+from elastic.local.rounds import Facts, Judgement, Move, Rule, Running, Verdict
 from elastic.run.ledger import Key, Ledger, Owner, count
 from elastic.run.membership import Slot
 from elastic.run.records import Commit, Delta, Header
@@ -189,10 +188,10 @@ class OpenRound:
         newest is still there."""
         deltas = [self.accepted[key] for key in sorted(self.accepted)]
         headers = tuple(checked.header for checked in deltas)
-        loss = guards.round_loss(headers, self.version)
+        loss = rounds.round_loss(headers, self.version)
         reverts = ""
         if can_revert and self.commit.deltas:  # only what deltas have made can be bad
-            reverts = guards.canary(loss, Running.of(self.commit), self.settings.canary)
+            reverts = rounds.canary(loss, Running.of(self.commit), self.settings.canary)
         if reverts:
             how, said = recipe.reverted(self.commit)
             commit = replace(self._following((), epoch, now), **said)

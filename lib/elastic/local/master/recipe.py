@@ -6,9 +6,8 @@ A recipe is what averaging does; with it come the fields of the commit that tell
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from elastic.local import guards, rounds
-from elastic.local.guards import Moved, Running
-from elastic.local.rounds import Judgement
+from elastic.local import rounds
+from elastic.local.rounds import Judgement, Moved, Running
 from elastic.run.records import Commit, Delta, Header
 
 UNTOLD = ("run", "layout", "fragments")  # in a commit, of a delta's header
@@ -62,7 +61,7 @@ def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[Recipe,
     said = {
         "outer_lr": lr, "outer_momentum": momentum, "inner_steps": steps,
         "clipped": sum(clip < 1 for _, clip in shares),
-        "running": asdict(running.after(moves, total, guards.round_loss(headers, base))),
+        "running": asdict(running.after(moves, total, rounds.round_loss(headers, base))),
         "bytes": sum(part.bytes for header in headers for part in header.fragments),
     }  # fmt: skip
     return Recipe(base, tuple(headers), tuple(factors), lr, momentum), said

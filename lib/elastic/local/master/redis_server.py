@@ -27,7 +27,7 @@ from elastic.base.durable import make_folder, write_atomic
 from elastic.base.errors import ElasticError
 from elastic.base.network import free_port, listens
 from elastic.base.signals import die_with_parent
-from elastic.local.master_store import MasterStore
+from elastic.local.store import MasterStore
 from elastic.run.rundir import SECRETS, Endpoint, RunDir
 
 OLDEST = (6, 0)

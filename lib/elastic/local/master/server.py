@@ -16,9 +16,7 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import bind_address
 from elastic.jobs import sched_slurm
 from elastic.local.master.redis_server import RedisServer, start
-from elastic.local.master_store import MasterStore
-from elastic.local.store import Useless
-from elastic.local.worker_store import WorkerStore
+from elastic.local.store import MasterStore, Useless, WorkerStore
 from elastic.run.membership import Slot, live
 from elastic.run.rundir import Endpoint, RunDir
 

@@ -39,7 +39,7 @@ from elastic.jobs.ending import End, end_of_run, name_of
 from elastic.jobs.history import WORKER
 from elastic.jobs.program import Program, run_job, start_rank
 from elastic.jobs.slurm_info import notice_here
-from elastic.local.worker_store import WorkerStore
+from elastic.local.store import WorkerStore
 from elastic.run import wording
 from elastic.run.records import Outcome
 from elastic.run.rundir import RunDir

@@ -24,8 +24,7 @@ from elastic.base.durable import STUCK_S, patiently, until_written
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import KILL_WAIT_S, Notice
-from elastic.local.store import Ask, Store
-from elastic.local.worker_store import WorkerStore
+from elastic.local.store import Ask, Store, WorkerStore
 from elastic.run.ledger import Range
 from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
