@@ -92,9 +92,9 @@ class Run:
         momentum = 0.9 if world.inner_steps >= 100 else 0.8
         self.settings = SimpleNamespace(
             inner_steps=world.inner_steps, cold_start=world.cold_start,
-            outer_momentum=momentum, outer_lr=0.7, learning_rate=world.learning_rate,
-            schedule="cosine", warmup_fraction=world.warmup_fraction, decay_fraction=0.2,
-            final_lr_fraction=0.1,
+            outer_momentum=momentum, outer_lr=0.7, thin_rounds=True,
+            learning_rate=world.learning_rate, schedule="cosine",
+            warmup_fraction=world.warmup_fraction, decay_fraction=0.2, final_lr_fraction=0.1,
         )  # fmt: skip
         self.outer = Outer(LAYOUT, [start], [torch.zeros(SIZE)], momentum)
         self.workers = [Worker(noise) for _ in range(world.workers)]
@@ -169,7 +169,7 @@ class Run:
         self.before = self.outer.params[0].clone()
         mean = sum(part * clip * each[1] for (part, clip), each in zip(parts, sent, strict=True))
         self.outer.mu = rounds.momentum(steps, [part for part, _ in parts], self.settings)
-        lr = rounds.outer_lr(self.settings.outer_lr, total, self.running, True)
+        lr = rounds.outer_lr(self.outer.mu, total, self.running, self.settings)
         self.outer.step(0, mean, lr)
         loss = rounds.round_loss(headers, self.version)
         self.running = self.running.after(moves, total, loss)

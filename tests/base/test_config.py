@@ -109,6 +109,7 @@ def test_what_is_left_open_is_settled_once(write):
     assert made.run.name == "small-1"
     assert made.run.folder == str(path.resolve().parent)
     assert made.local_sgd.outer_momentum == "auto"  # each round has its own
+    assert made.local_sgd.outer_lr == "auto"
     for steps, momentum in [(200, 0.9), (100, 0.9), (99, 0.8), (11, 0.8), (10, 0.5), (1, 0.5)]:
         made = config.load(path, [f"local_sgd.inner_steps={steps}", "train.optimizer=adamw"])
         assert made.local_sgd.outer_momentum == momentum

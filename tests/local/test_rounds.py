@@ -542,20 +542,28 @@ def test_a_delta_that_is_too_long_is_clipped():
 
 
 def test_a_thin_round_steps_less_and_a_thick_one_no_more():
-    running = Running(weight=400.0)
-    assert rounds.outer_lr(0.7, 100.0, running, thin_rounds=True) == pytest.approx(0.35)
-    assert rounds.outer_lr(0.7, 400.0, running, thin_rounds=True) == 0.7
-    assert rounds.outer_lr(0.7, 1600.0, running, thin_rounds=True) == 0.7
-    assert rounds.outer_lr(0.7, 100.0, running, thin_rounds=False) == 0.7
-    assert rounds.outer_lr(0.7, 100.0, NEVER, thin_rounds=True) == 0.7
+    running, set_ = Running(weight=400.0), settings_of()
+    assert rounds.outer_lr(0.9, 100.0, running, set_) == pytest.approx(0.35)
+    assert rounds.outer_lr(0.9, 400.0, running, set_) == 0.7
+    assert rounds.outer_lr(0.9, 1600.0, running, set_) == 0.7
+    assert rounds.outer_lr(0.9, 100.0, running, settings_of(thin_rounds=False)) == 0.7
+    assert rounds.outer_lr(0.9, 100.0, NEVER, set_) == 0.7
+
+
+def test_one_delta_alone_is_applied_as_it_is_and_more_momentum_goes_with_shorter_steps():
+    auto = settings_of(outer_lr="auto", outer_momentum="auto")
+    for n, eta in ((1, 1.0), (2, 0.9), (4, 0.8), (8, 0.72), (100, 0.68)):
+        mu = rounds.momentum(200, [1 / n] * n, auto)
+        assert rounds.outer_lr(mu, 400.0, NEVER, auto) == pytest.approx(eta)
+    assert rounds.momentum(200, [1.0], auto) == 0.0
 
 
 def test_a_lone_worker_gets_the_full_step_back_within_its_horizon():
     running = Running(weight=800.0)
     for _ in range(3 * MEMORY_ROUNDS):
         running = running.after([moved(1.0)], 100.0, 0.0)
-    assert rounds.outer_lr(0.7, 100.0, running, thin_rounds=True) > 0.55
-    assert rounds.outer_lr(0.7, 100.0, Running(weight=800.0), thin_rounds=True) < 0.25
+    assert rounds.outer_lr(0.9, 100.0, running, settings_of()) > 0.55
+    assert rounds.outer_lr(0.9, 100.0, Running(weight=800.0), settings_of()) < 0.25
 
 
 # ---- who is there -------------------------------------------------------------------------------
@@ -603,7 +611,7 @@ def test_a_round_waits_for_workers_that_will_deliver_and_for_no_others():
 
 def settings_of(**changes) -> SimpleNamespace:
     sgd = {"inner_steps": 200, "cold_start": 0.35, "outer_momentum": 0.9, "clip_norm": 2.0}
-    return SimpleNamespace(**sgd | changes)
+    return SimpleNamespace(**sgd | {"outer_lr": 0.7, "thin_rounds": True} | changes)
 
 
 def at(version: int, share: float = 0.0) -> dict:
@@ -655,8 +663,8 @@ def test_momentum_grows_with_the_deltas_that_the_mean_is_made_of(n, small):
     """A delta of a few steps makes it no larger than a whole one does."""
     auto = settings_of(outer_momentum="auto")
     parts = [1 / (n + small)] * n + [small / (n + small)]
-    assert rounds.momentum(200, [1 / n] * n, auto) == pytest.approx(n / (n + 3))
-    assert rounds.momentum(200, parts, auto) <= (n + 1) / (n + 4) + 1e-9
+    assert rounds.momentum(200, [1 / n] * n, auto) == pytest.approx((n - 1) / (n + 2))
+    assert rounds.momentum(200, parts, auto) <= n / (n + 3) + 1e-9
     assert rounds.momentum(200, [0.01] * 100, auto) == 0.8
 
 

@@ -379,10 +379,9 @@ class Simulator:
         shares = rounds.weights_and_clips(deltas, moves, self.version, most, reach)
         total = sum(weight for weight, _ in shares)
         means = [self._mean(index, deltas, shares) for index in range(len(self.outer.params))]
-        lr = rounds.outer_lr(settings.outer_lr, total, self.running, settings.thin_rounds)
         parts = [weight / total for weight, _ in shares]
         self.outer.mu = rounds.momentum(self.versions[self.version].steps, parts, settings)
-        self.step(means, lr)
+        self.step(means, rounds.outer_lr(self.outer.mu, total, self.running, settings))
         self.running = self.running.after(moves, total, 0.0)
         self.clipped += sum(clip < 1 for _, clip in shares)
         tokens = self.versions[self.version].tokens + sum(delta.tokens for delta in deltas)

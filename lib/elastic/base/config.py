@@ -259,10 +259,10 @@ def _fill_in(values: dict[str, dict[str, Any]], path: Path) -> None:
     run["name"] = run["name"] or path.stem
     run["folder"] = str(path.resolve().parent / expanded(run["folder"], "run.folder"))
     steps = sgd["inner_steps"]
-    if sgd["outer_lr"] == "auto":
-        sgd["outer_lr"] = 0.7
-    if sgd["outer_momentum"] == "auto" and values["train"]["optimizer"] == "adamw":
-        sgd["outer_momentum"] = 0.9 if steps >= 100 else 0.8 if steps > 10 else 0.5
+    if values["train"]["optimizer"] == "adamw":  # with Muon each round has its own
+        momentum = 0.9 if steps >= 100 else 0.8 if steps > 10 else 0.5
+        for name, value in (("outer_lr", 0.7), ("outer_momentum", momentum)):
+            sgd[name] = value if sgd[name] == "auto" else sgd[name]
     for name in ("partition", "account", "qos"):
         slurm[f"master_{name}"] = slurm[f"master_{name}"] or slurm[name]
 

@@ -5,7 +5,7 @@ Pure.
     decide(view, now)        wait, call, or close the round?  -> Move with its reason
     weights_and_clips(...)   how much does each delta weigh?
     clips(moves, ...)        how much of each is merged, if it is too long?
-    outer_lr(...)            the step of a thin round
+    momentum(...), outer_lr(...)   the outer step
     canary(loss, ...)        has the newest version made the loss rise?
 
 Equations: DiLoCo (arXiv 2311.08105); weights by tokens, staleness discount and the
@@ -37,7 +37,7 @@ MOST_TOKENS, MORE_TOKENS = 2**24, 16
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
 DOUBLES_ROUNDS = 40  # in which K doubles in the cold start of a long run
 FEW_STEPS, EARLY_MOMENTUM, MOST_MOMENTUM = 20, 0.5, 0.8
-ALONE = 3.0  # the momentum of a single delta is 1 / (1 + ALONE)
+LESS = 0.4  # of the outer learning rate, for each 1 of momentum
 MEMORY_ROUNDS = 20  # horizon of the running means
 # The mean learning rate per step is believed up to this many times the usual one. A worker
 # that joins has a lower rate (its ramp), never one so much higher.
@@ -318,13 +318,14 @@ def inner_steps(commit: Commit, settings) -> int:
 def momentum(steps: int, parts: Sequence[float], settings) -> float:
     """mu of a round of that many inner steps; `parts`: how much of the mean each delta is.
 
-    "auto": n / (n + 3) for n equal parts, at most 0.8. What differs between deltas cancels
-    out in their mean, which is shorter the more they are; momentum makes up for that. Less
-    while steps are few only because it is early.
+    "auto": (n - 1) / (n + 2) for n equal parts, at most 0.8. What differs between deltas
+    cancels out in their mean, which is shorter the more they are; momentum makes up for
+    that. Less while steps are few only because it is early.
     """
     mu = settings.outer_momentum
     if mu == "auto":
-        mu = min(MOST_MOMENTUM, 1 / (1 + ALONE * sum(part**2 for part in parts)))
+        one_in_n = sum(part**2 for part in parts)
+        mu = min(MOST_MOMENTUM, (1 - one_in_n) / (1 + 2 * one_in_n))
     is_early = steps < min(FEW_STEPS, settings.inner_steps)
     return min(mu, EARLY_MOMENTUM) if is_early else mu
 
@@ -419,7 +420,9 @@ def weights_and_clips(
     return list(zip(weights, clips(moves, clip_norm, reach), strict=True))
 
 
-def outer_lr(lr: float, weight: float, running: Running, thin_rounds: bool) -> float:
-    """eta * min(1, sqrt(W / mean W)): a round with little work behind it steps less."""
-    is_thin = thin_rounds and weight < running.weight
+def outer_lr(momentum: float, weight: float, running: Running, settings) -> float:
+    """eta * min(1, sqrt(W / mean W)): a round with little work behind it steps less.
+    "auto": eta = 1 - 0.4 mu. So a round of one delta applies it as it is."""
+    lr = 1 - LESS * momentum if settings.outer_lr == "auto" else settings.outer_lr
+    is_thin = settings.thin_rounds and weight < running.weight
     return lr * math.sqrt(weight / running.weight) if is_thin else lr

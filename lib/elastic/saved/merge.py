@@ -65,7 +65,5 @@ def outer_step(
     a second and a half; and in pieces that fit a cache.
     """
     for param, b, g in zip(*(part.split(TILE) for part in (params, momentum, mean)), strict=True):
-        if mu > 0:
-            b.mul_(mu).add_(g)
-            g.add_(b, alpha=mu)
-        param.add_(g, alpha=-lr)
+        b.mul_(mu).add_(g)
+        param.add_(g.add_(b, alpha=mu), alpha=-lr)

@@ -288,10 +288,10 @@ def test_the_first_commit_says_what_the_outer_step_did(open_rounds):
 def test_each_round_steps_with_the_momentum_of_its_deltas(open_rounds):
     runs = open_rounds(torch.zeros(SIZE))
     theta = b = torch.zeros(SIZE)
-    for count, mu in [(1, 0.25), (3, 0.5), (20, 0.8)]:
+    for count, mu, eta in [(1, 0.0, 1.0), (4, 0.5, 0.8), (20, 0.8, 0.68)]:
         commit = runs.close([runs.deliver(i, runs.base() - 1.0, 100) for i in range(count)])
         b = mu * b + 1.0
-        theta = theta - 0.7 * (1.0 + mu * b)
+        theta = theta - eta * (1.0 + mu * b)
         assert commit.outer_momentum == pytest.approx(mu)
         assert torch.allclose(runs.momentum, b)
         assert torch.allclose(runs.theta, theta)

@@ -55,9 +55,9 @@ def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[Recipe,
     shares = rounds.weights_and_clips(headers, moves, base, settings.clip_norm, running.reach)
     total = sum(weight for weight, _ in shares)
     factors = [weight * clip / total for weight, clip in shares]
-    lr = rounds.outer_lr(settings.outer_lr, total, running, settings.thin_rounds)
     steps = rounds.inner_steps(commit, settings)
     momentum = rounds.momentum(steps, [weight / total for weight, _ in shares], settings)
+    lr = rounds.outer_lr(momentum, total, running, settings)
     said = {
         "outer_lr": lr, "outer_momentum": momentum, "inner_steps": steps,
         "clipped": sum(clip < 1 for _, clip in shares),
