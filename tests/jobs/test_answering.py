@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.base.errors import TryAgain
 from elastic.jobs.sched_slurm import PROBES_AT_ONCE, answering
 from elastic.sync.launch import BAD_EXIT
 
@@ -29,6 +30,7 @@ def busy(tmp_path: Path, monkeypatch) -> Path:
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")  # where the launcher is
     return tmp_path
 
 
@@ -36,6 +38,13 @@ def test_a_node_is_lost_when_two_tries_have_failed(busy: Path):
     nodes = [f"n{number}" for number in range(4)]
     assert answering(nodes) == ["n1", "n2", "n3"]
     assert sorted((busy / "tries").read_text().split()) == sorted(2 * nodes)
+
+
+def test_where_its_own_node_starts_no_step_slurm_is_silent_and_no_node_lost(busy, monkeypatch):
+    """The job gave all its nodes away, as slurmctld was started anew when a rank crashed."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    with pytest.raises(TryAgain, match="on this node either"):
+        answering(["n1", "n2"])
 
 
 def test_many_nodes_are_asked_in_waves(busy: Path):

@@ -528,6 +528,27 @@ def test_a_crash_of_a_job_that_was_told_to_go_is_no_crash():
     assert history.ending(job, ended("failed"), NOW).outcome == "cancelled"
 
 
+# ---- nodes that say of themselves that nobody can train there
+
+
+def test_an_unfit_node_is_avoided_at_once_though_nobody_works_elsewhere():
+    """The one idle node was idle as jobs die there: the slot went there until the run failed."""
+    job = Job("1", "worker", 0, "FAILED", submitted_at=NOW - 60, started_at=NOW - 50, node="n7")
+    end = history.ending(job, ended("failed", node="n7", unfit=["n7"]), NOW - 40)
+    (action,) = (a for a in plan(World(1, Memory(0.0, ended=(end,))), NOW) if a.role == "worker")
+    assert (action.verb, action.exclude) == (SUBMIT, ("n7",))
+    others = [replace(end, job_id=str(n), node=f"n{n}", unfit=(f"n{n}",)) for n in (8, 9)]
+    failed, *_ = plan(World(1, Memory(0.0, ended=(end, *others))), NOW)
+    assert failed.verb == FAIL  # it may be so on every node
+
+
+def test_the_launcher_of_a_job_with_an_unfit_node_is_on_a_healthy_one():
+    ends = [Ended(job, "trainer", 0, "failed", NOW - 40, "n1", unfit=("n2",)) for job in "12"]
+    assert bad_nodes(Memory(0.0, ended=tuple(ends)), NOW, "trainer") == ("n2",)
+    assert bad_nodes(Memory(0.0, ended=tuple(ends)), NOW) == ("n2",)
+    assert bad_nodes(Memory(0.0, ended=tuple(ends)), NOW, "master") == ()
+
+
 # ---- the next master
 
 
@@ -635,7 +656,7 @@ def test_new_limits_reach_the_successor_and_a_trainer_that_is_too_large():
     old, new = trainer("2", "PENDING", asked=(1, 8)), trainer("3", "PENDING", asked=[1, 4])
     small = replace(sync_world(trainer(), old), limits_of_gpus=(1, 4), gpus=8)
     (action,) = plan(small, NOW)
-    assert (action.job_id, action.reason) == ("2", "the run has other limits now")
+    assert (action.job_id, action.reason) == ("2", "the run asks for 1 to 4 GPUs now")
     told = replace(old, cancelled_at=NOW - 5)
     (action,) = plan(replace(small, memory=replace(small.memory, jobs=(trainer(), told))), NOW)
     assert action.verb == SUBMIT

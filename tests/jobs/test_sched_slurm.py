@@ -476,7 +476,7 @@ esac
 exit 1""")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    ranks = Ranks([], None, 0.0, None)
+    ranks = Ranks([], None, 0.0, None, set())
     assert [ranks.tell() for _ in range(3)] == [False, False, True]
     assert (tmp_path / "tries").read_text() == 3 * "--signal=TERM 7\n"
 

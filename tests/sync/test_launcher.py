@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from elastic.base import durable
+from elastic.base.errors import TryAgain
 from elastic.base.signals import Notice
-from elastic.jobs import history
+from elastic.jobs import history, sched_slurm
 from elastic.jobs.ending import End
 from elastic.jobs.history import TRAINER, Job
 from elastic.jobs.program import Program
@@ -32,7 +34,7 @@ def one_that_hangs():
     """srun, with a rank that waits for another one: what that died of was said before."""
     said = f"cat >&2 <<'END'{SAYS}END\nexec sleep 60"
     srun = subprocess.Popen(["sh", "-c", said], stderr=subprocess.PIPE, text=True, process_group=0)
-    ranks = Ranks([srun], None, 0.0, None)
+    ranks = Ranks([srun], None, 0.0, None, set())
     yield ranks
     ranks.end(0)
 
@@ -69,3 +71,19 @@ def test_a_trainer_that_took_no_step_has_not_worked(make_run):
     program.end(End(Outcome.YIELDED, "notice"), 500, progressed=False)
     job = Job(program.job_id, TRAINER, 0, "COMPLETED", submitted_at=now, started_at=now)
     assert not history.ending(job, run.jobs.ending(program.job_id), now).worked
+
+
+def test_a_crash_while_slurm_is_silent_costs_no_node(make_run, monkeypatch):
+    launcher, answers = Launcher(make_run(), Notice()), [TryAgain("no step"), ["n1", "n2"]]
+
+    def answering(_nodes: list[str]) -> list[str]:
+        answer = answers.pop(0)
+        if isinstance(answer, TryAgain):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(sched_slurm, "answering", answering)
+    monkeypatch.setattr(durable, "STUCK_S", 0.0)
+    launcher._nodes = ["n1", "n2"]
+    assert launcher._lost_nodes() == []
+    assert (launcher._nodes, answers) == (["n1", "n2"], [])

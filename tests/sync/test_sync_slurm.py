@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.base.environment import user_name
 from elastic.base.errors import TryAgain
 from elastic.jobs.history import Job
 from elastic.jobs.sched_slurm import SlurmScheduler
@@ -284,6 +285,37 @@ def test_a_rank_that_crashes_costs_no_node_however_gpus_are_asked_for(new_sandbo
     assert not [event for event in cluster.run.events() if event["kind"] == "nodes-lost"]
     assert "2 GPUs here" in (cluster.run.path / "logs/ranks/rank-003.log").read_text()
     assert cluster.run.config().slurm.cpus_per_gpu == 16
+
+
+UNFIT = '[ "$SLURMD_NODENAME" != n2 ] || { echo "error: no GPU" >&2; exit 69; }; exec "$@"'
+
+
+def test_a_node_that_is_unfit_costs_the_others_nothing_and_is_avoided(new_sandbox, tmp_path):
+    """The same error came twice at the run's start, on a node that still answers: it failed."""
+    cluster = Cluster(new_sandbox(nodes=3, gpus=1, grace_s=20), tmp_path)
+    cluster.submit(1, 2, **{"slurm.rank_prefix": ["sh", "-c", UNFIT, "sh"]})
+    cluster.trains_on(2)
+    assert "n2" not in expand_hostlist(cluster.running().node)
+    lost = [event for event in cluster.run.events() if event["kind"] == "nodes-lost"]
+    assert lost
+    assert all(event["nodes"] == ["n2"] for event in lost)
+
+
+def test_a_limit_of_gpus_below_max_is_found_and_kept_to(new_sandbox, tmp_path):
+    """Of the range Slurm took all idle nodes, found that these are too many, and started none."""
+    tracks = ("AccountingStorageEnforce=limits,qos", "AccountingStorageTRES=gres/gpu")
+    box = new_sandbox(nodes=4, gpus=1, grace_s=20, accounting=True, settings=tracks)
+    box.run("sacctmgr", "-i", "add", "account", "lab")
+    box.run("sacctmgr", "-i", "add", "user", user_name(), "account=lab")
+    box.run("sacctmgr", "-i", "modify", "qos", "normal", "set", "MaxTRESPerUser=gres/gpu=2")
+    cluster = Cluster(box, tmp_path)
+    cluster.submit(1, 4, **{"slurm.account": "lab"})
+    cluster.trains_on(2)
+    job = cluster.running()
+    cluster.until(lambda: any(job.reason == "Dependency" for job in cluster.jobs()), "a successor")
+    cluster.trains_on(2)
+    assert cluster.running().job_id == job.job_id
+    assert not [event for event in cluster.run.events() if event["kind"] == "grow"]
 
 
 def test_a_job_whose_first_node_dies_is_followed_at_once(new_sandbox, tmp_path):

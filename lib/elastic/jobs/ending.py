@@ -23,11 +23,12 @@ EVENTS = {**dict.fromkeys(BAD, EventKind.LOST), Outcome.YIELDED: EventKind.PREEM
 @dataclass(frozen=True)
 class End:
     """How a job, or one attempt of it, has ended; `detail`: the last words of what
-    failed."""
+    failed; `unfit`: the nodes on which a rank found that it cannot train there."""
 
     outcome: Outcome
     reason: str
     detail: str = ""
+    unfit: tuple[str, ...] = ()
 
 
 def name_of(exit_code: int) -> str:

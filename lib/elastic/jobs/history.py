@@ -126,6 +126,7 @@ class Ended(_Placed):
     worked: bool = False  # it did some of what it was there for
     started_at: float | None = None
     ended_at: float = 0.0
+    unfit: tuple[str, ...] = ()  # nodes of which the job says that nobody can train there
 
     @property
     def crashed(self) -> bool:
@@ -164,6 +165,10 @@ class Memory:
     # Passes in a row that found more GPUs for a trainer at work; negative: to be left out.
     spare_passes: int = 0
     missed_growths: int = 0  # restarts for more GPUs that did not come free
+    # Sync mode: where a limit of Slurm's allows less than this --max, the GPUs to ask for.
+    cap_max: int = 0
+    cap_gpus: int = 0
+    cap_until: float = 0.0
     said: tuple[str, ...] = ()  # the reasons for empty places that the last pass told
 
     def is_closed(self, closing: str) -> bool:
@@ -243,6 +248,7 @@ def ending(job: Job, record: Mapping | None, now: float) -> Ended:
         node=str(record.get("node") or job.node),
         submitted_at=job.submitted_at, started_at=job.started_at,
         reason=reason, detail=str(record.get("detail") or ""),
+        unfit=tuple(map(str, record.get("unfit") or ())),
         worked=(age_s >= WORKED_S and not is_idle) or (bool(progressed) and said in ORDERLY),
         ended_at=job.ended_at or ended_at,
     )  # fmt: skip

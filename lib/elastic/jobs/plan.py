@@ -18,9 +18,10 @@ A job that was taken away (preempted, timed out, killed, its node lost) is repla
 once. A crash waits `backoff_s`, doubling; `max_failures` crashes of one slot in a row end
 the run, unless another worker has been training all the while: then the fault is that
 slot's, and it goes on backing off. A node is avoided while workers crash on it and work
-elsewhere, and those crashes do not count. A master is one of a kind: it avoids a node where
-two crashed, and all its crashes count. A job in a broken hold is cancelled, and replaced
-with the same backing off.
+elsewhere, and those crashes do not count; it is avoided at once if a job itself says that
+the node is unfit, but that crash counts, as all nodes may be so. A master is one of a
+kind: it avoids a node where two crashed, and all its crashes count. A job in a broken hold
+is cancelled, and replaced with the same backing off.
 """
 
 import math
@@ -92,7 +93,7 @@ def plan(world: World, now: float) -> list[Action]:
     closing_s = now - memory.closing_since - world.hang_timeout_s
     if memory.closing:
         return list(_close(memory.jobs, memory.closing, closing_s, now))
-    chains = _chains(memory, bad_nodes(memory, now))
+    chains = _chains(memory, _blamed(memory, now)[:MAX_EXCLUDED])
     for place, chain in sorted(chains.items()):
         if reason := _hopeless(world, chain):
             failure = Action(FAIL, *place, reason, detail=chain[0].detail)
@@ -108,16 +109,25 @@ def plan(world: World, now: float) -> list[Action]:
 
 
 def bad_nodes(memory: Memory, now: float, role: str = WORKER) -> tuple[str, ...]:
+    """Nodes of which a job has lately said that nobody can train there, and those that are
+    blamed."""
+    unfit = [node for end in reversed(memory.ended) for node in end.unfit
+             if role != MASTER and now - end.at < RECENT_S]  # fmt: skip
+    bad = dict.fromkeys([*unfit, *_blamed(memory, now, role)])
+    return tuple(sorted([*bad][:MAX_EXCLUDED]))
+
+
+def _blamed(memory: Memory, now: float, role: str = WORKER) -> list[str]:
     """Nodes on which two or more workers crashed lately while workers elsewhere
     worked; or two or more masters, or trainers, of which there is one at a time."""
     crashes: dict[str, list[Ended]] = defaultdict(list)
     for end in memory.ended:
-        if end.crashed and end.role == role and end.node and now - end.at < RECENT_S:
+        is_there = end.node in (end.unfit or (end.node,)) and end.node
+        if end.crashed and end.role == role and is_there and now - end.at < RECENT_S:
             crashes[end.node].append(end)
-    bad = [node for node, ends in sorted(crashes.items(), key=lambda item: -item[1][-1].at)
-           if len(ends) >= 2
-           and (role != WORKER or _works_elsewhere(memory, node, ends[0].at))]  # fmt: skip
-    return tuple(sorted(bad[:MAX_EXCLUDED]))
+    return [node for node, ends in sorted(crashes.items(), key=lambda item: -item[1][-1].at)
+            if len(ends) >= 2
+            and (role != WORKER or _works_elsewhere(memory, node, ends[0].at))]  # fmt: skip
 
 
 def _works_elsewhere(memory: Memory, node: str, since: float) -> bool:
@@ -185,7 +195,7 @@ def _resize(world: World, now: float) -> Iterator[Action]:
     if outdated := [job for job in asking if [*job.asked] != [*limits]]:
         for job in (each for each in outdated if not each.leaving(now)):
             missed = f"{job.asked[0]} GPUs have not become free"
-            other = "the run has other limits now"
+            other = f"the run asks for {limits[0]} to {limits[1]} GPUs now"
             yield _notice_or_kill(job, missed if job.grows_until else other)
     elif len(started) == 1 and waiting:
         if limits and world.gpus > max(limits[1], world.node_gpus):

@@ -19,6 +19,7 @@ nothing, as cron likes it.
 import contextlib
 import functools
 import os
+import re
 import statistics
 import time
 import traceback
@@ -32,7 +33,7 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import node_name
 from elastic.jobs import cadence, history, sched, sizing
 from elastic.jobs.history import MASTER, TRAINER, WORKER, Ended, Job, Memory, UnsureSubmission
-from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, World, plan
+from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, World, bad_nodes, plan
 from elastic.jobs.sched import JobSpec, Refused, RetryLater, Scheduler
 from elastic.run.records import Outcome, restored
 from elastic.run.rundir import Control, RunDir, check_answers
@@ -52,6 +53,9 @@ RESTART_S = 60.0  # what a restart is taken to cost before one has been seen
 SPARE_PASSES = 3  # passes in a row that must find more GPUs before a job is started anew
 # Passes that look for no GPUs after some that were found did not come free: 30, then 60, …
 NO_GROWTH_PASSES = 30
+CAP_S = 86400.0  # for which a run asks for no more GPUs than a limit has allowed
+# A limit that fewer GPUs may meet. (Of nodes Slurm itself takes fewer.)
+TOO_MANY = re.compile("(QOS|Assoc)(Grp|Max)(GRES|Cpu|CPU|Mem|Billing)(?!.*Minutes)")
 GROWS_S = 180.0  # until the nodes that a job has left are free: they have their epilogs
 
 
@@ -205,7 +209,8 @@ class _Pass:
         # A program of the user's may save as seldom as once an epoch.
         if job is None or job.started_at is None or self.dry_run or self.config.run.command:
             return 0
-        spec, gpus = self._spec(TRAINER, 0), self.facts.gpus_of(job)
+        avoided = bad_nodes(self.memory, self.now, TRAINER)
+        spec, gpus = self._spec(TRAINER, 0, avoided), self.facts.gpus_of(job)
         endings = self.run.jobs.endings()
         restarts = [end["startup_s"] for end in endings if end.get("startup_s")] or [RESTART_S]
         costs = (statistics.median(restarts), cadence.observed_mtbi_s(endings))
@@ -330,8 +335,8 @@ class _Pass:
         masters = [job for job in self.memory.jobs if job.role == MASTER]
         at_work = any(job.started for job in masters)
         queued = [job.job_id for job in masters if job.queued and not at_work]
-        each = self.config.slurm.gpus_per_worker
-        gpus = {TRAINER: (control.min, control.max), WORKER: (each, each)}.get(role, (0, 0))
+        each, limits = self.config.slurm.gpus_per_worker, limits_of_gpus(control, self.memory)
+        gpus = {TRAINER: limits, WORKER: (each, each)}.get(role, (0, 0))
         return JobSpec(
             run.path, run.name, role, slot, self.config, self.environment, exclude, gpus,
             after=queued[0] if queued and role == WORKER else "",
@@ -440,7 +445,29 @@ def learned(facts: Facts, now: float) -> tuple[Memory, list[Ended]]:
         news = [replace(job, cancelled_at=now) for job in news]
     endings = [history.ending(job, facts.ending(job.job_id), now) for job in news]
     keep = facts.config.elastic.max_failures + 1
-    return history.learn(memory, listed, endings, listed_at, keep), endings
+    memory = history.learn(memory, listed, endings, listed_at, keep)
+    return _capped(facts, memory, now), endings
+
+
+def _capped(facts: Facts, memory: Memory, now: float) -> Memory:
+    """With fewer GPUs to ask for, where a limit holds back the only trainer. Of a range of
+    nodes Slurm takes all that are idle, and then finds that these are too many."""
+    if now >= memory.cap_until:
+        memory = replace(memory, cap_max=0)
+    job, *others = [job for job in memory.jobs if job.role == TRAINER] or [None]
+    is_waiting = job and job.queued and job.asked and not (others or job.leaving(now))
+    if not is_waiting or not TOO_MANY.match(job.reason):
+        return memory
+    per_node, sizes = facts.config.slurm.gpus_per_node, facts.config.sync.sizes
+    counts = sizing.node_counts((facts.control.min, job.asked[1]), per_node, sizes)
+    gpus = counts[(len(counts) - 1) * 3 // 4] * per_node
+    return replace(memory, cap_max=facts.control.max, cap_gpus=gpus, cap_until=now + CAP_S)
+
+
+def limits_of_gpus(control: Control, memory: Memory) -> tuple[int, int]:
+    """The fewest and the most GPUs that a trainer asks for."""
+    most = memory.cap_gpus if memory.cap_max == control.max else control.max
+    return control.min, max(control.min, most)
 
 
 def world_of(facts: Facts, memory: Memory, growth: int = 0) -> World:
@@ -455,7 +482,7 @@ def world_of(facts: Facts, memory: Memory, growth: int = 0) -> World:
         slots, memory, mode=control.mode, growth=growth,
         max_pending=config.elastic.max_pending, max_failures=config.elastic.max_failures,
         backoff_s=config.elastic.backoff_s, hang_timeout_s=config.health.hang_timeout_s,
-        limits_of_gpus=(control.min, control.max) if is_sync else None,
+        limits_of_gpus=limits_of_gpus(control, memory) if is_sync else None,
         gpus=facts.gpus_of(trainer) if trainer else 0,
         node_gpus=config.slurm.gpus_per_node if config.run.scheduler == "slurm" else 1,
     )  # fmt: skip

@@ -28,6 +28,7 @@ from pathlib import Path
 from elastic.base.durable import write_atomic
 from elastic.base.environment import clean_environment, elastic_home, env, registry_dir
 from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.network import node_name
 from elastic.jobs import sched, sizing
 from elastic.jobs.history import LEAVING_STATES, MASTER, TRAINER, WORKER, Job, has_ended
 from elastic.jobs.sched import JobSpec, Refused, RetryLater, parse_job_name
@@ -145,7 +146,8 @@ class SlurmScheduler:
         is_unclear = "," in slurm.partition or _given(slurm, "reserv|nodel|nodef", "wF")
         if is_unclear or self._others_wait(slurm.partition):
             return 0
-        avoided = expand_hostlist(",".join([slurm.exclude, *_given(slurm, "exclude", "x")]))
+        avoided = [*spec.exclude, slurm.exclude, *_given(slurm, "exclude", "x")]
+        avoided = expand_hostlist(",".join(avoided))
         fit = {node.name for node in nodes(self._environment)
                if node.partition == slurm.partition and node.state == "idle"
                and node.name not in avoided and _has_features(node, slurm)
@@ -219,7 +221,8 @@ def step_argv(
 
 def answering(nodes: Sequence[str]) -> list[str]:
     """Those of this job's nodes that can start a step now. (Slurm itself may take minutes to
-    see that a node is gone.)"""
+    see that a node is gone.) TryAgain if this node, which works, can start none."""
+    asked = [*dict.fromkeys([node_name(), *nodes])]
     argv = [*_SRUN, "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none"]
     quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
@@ -231,8 +234,11 @@ def answering(nodes: Sequence[str]) -> list[str]:
 
     with ThreadPoolExecutor(PROBES_AT_ONCE) as pool:
         # Try each twice: a busy controller may have been slow.
-        found = pool.map(lambda node: starts(node) or starts(node), nodes)
-        return list(itertools.compress(nodes, found))
+        found = pool.map(lambda node: starts(node) or starts(node), asked)
+        up = list(itertools.compress(asked, found))
+    if node_name() not in up:
+        raise TryAgain("Slurm starts no step, on this node either", "is slurmctld up?")
+    return [node for node in nodes if node in up]
 
 
 def node_address() -> str:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TextIO
 
 from elastic.base import proc
-from elastic.base.durable import log_what_fits
+from elastic.base.durable import log_what_fits, patiently
 from elastic.base.environment import elastic_home, env, torch_program
 from elastic.base.errors import ElasticError, Exit, TryAgain
 from elastic.base.network import bind_address, free_port, node_name
@@ -39,8 +39,9 @@ from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import TRAINER
 from elastic.jobs.passes import Passes, reconcile_now
-from elastic.jobs.program import Program, run_job, start_rank
+from elastic.jobs.program import SILENT_S, Program, run_job, start_rank
 from elastic.jobs.slurm_info import get_slurm_info, log_job_info, notice_here, with_end_time
+from elastic.jobs.slurm_text import expand_hostlist
 from elastic.run import wording
 from elastic.run.records import WANTED, Outcome
 from elastic.run.rundir import RunDir
@@ -65,6 +66,7 @@ BAD_EXIT = re.compile(
     r"srun: error: (Node failure on |"
     r"\S+: tasks? [\d,-]+: (Killed|Abort|Seg|Out Of Memory|Exited with exit code (?!75|93)))"
 )
+UNFIT = re.compile(rf"srun: error: (\S+): tasks? [\d,-]+: Exited with exit code {Exit.UNFIT_NODE}")
 # Exit codes of ranks that did not crash.
 LEFT = (Exit.OK, Exit.TRY_AGAIN, Exit.DO_NOT_RESTART)
 
@@ -82,6 +84,7 @@ class Launcher:
         self._told = ""  # why the run does not go on, as run.command has been told
         info = get_slurm_info()
         self._nodes = list(info.nodes) if info else [node_name()]
+        self._unfit: set[str] = set()
 
     # ---- the program
 
@@ -126,9 +129,10 @@ class Launcher:
         if lost:
             left = len(self._nodes)
             if not (nodes := self._fitting(self.config.slurm.gpus_per_node, left)):
-                return End(Outcome.YIELDED, f"only {left} nodes still answer")
+                return End(Outcome.YIELDED, f"only {left} nodes are left")
             self._nodes, self.program.crashes = self._nodes[:nodes], 0
-        if self.program.crashes > self.config.sync.crash_retries or self.notice:
+        is_unfit = node_name() in self._unfit
+        if is_unfit or self.program.crashes > self.config.sync.crash_retries or self.notice:
             return failed
         begun = before or self.run.jobs.progress() or self.run.commits.newest_version() > 0
         if is_same and not begun:
@@ -161,10 +165,13 @@ class Launcher:
                 _say(f"{over} nodes stay idle, not given back: {error}")
 
     def _lost_nodes(self) -> list[str]:
-        """Go on without the nodes of the job that no longer answer. Returns them."""
+        """Go on without the nodes of the job that no longer answer, or are unfit. Returns
+        them. Raises TryAgain at a notice, if Slurm is silent."""
         if len(self._nodes) < 2:
             return []
-        before, self._nodes = self._nodes, sched_slurm.answering(self._nodes)
+        before, hurry = self._nodes, self.notice.__bool__
+        up = patiently(sched_slurm.answering, before, hurry=hurry, for_s=SILENT_S)
+        self._nodes = [node for node in up if node not in self._unfit]
         lost = [node for node in before if node not in self._nodes]
         if lost:
             self.program.event("nodes-lost", nodes=lost, left=len(self._nodes))
@@ -245,7 +252,7 @@ class Launcher:
         processes = [start_rank(command, shared | place, folder, **ways) for place in places]
         limit_s = config.sync.silent_timeout_s if config.run.command else 0.0
         here = set if is_in_slurm else self.program.family
-        return Ranks(processes, self._keepalive, limit_s, self._resume, here)
+        return Ranks(processes, self._keepalive, limit_s, self._resume, self._unfit, here)
 
     def _record(self) -> None:
         """Say that the job is at work, and on how many GPUs: a reconcile pass compares them
@@ -288,6 +295,7 @@ class Launcher:
         if not is_own or self._resume.there():  # else nobody knows
             measured["progressed"] = self._resume.has_progressed()
         steps = None if is_own else progress.get("step", 0)  # of the run, not of this job
+        end = replace(end, unfit=tuple(sorted(self._unfit)))
         code = self.program.end(end, steps, gpus=self.gpus, **measured)
         _say(f"{end.outcome}: {end.reason}")
         if self._follower and (end.outcome in WANTED or end.outcome == Outcome.FENCED):
@@ -314,14 +322,15 @@ class Ranks:
     In a Slurm job one `srun` stands for all of them."""
 
     def __init__(self, processes: list[subprocess.Popen], keepalive: Keepalive | None,
-                 limit_s: float, resume: Resume,
+                 limit_s: float, resume: Resume, unfit: set[str],
                  here: Callable[[], set[int]] = set):  # fmt: skip
         """`limit_s`: how long they may neither say nor save anything; 0: for ever. `here`:
-        returns all their processes, if Slurm does not look after them."""
+        returns all their processes, if Slurm does not look after them. `unfit` gets the
+        nodes on which a rank finds that it cannot train."""
         self.began, self.error = time.time(), ""  # what they died of, if that is known
         self._heard: deque[str] = deque(maxlen=HEARD_LINES)
         self._processes, self._keepalive = processes, keepalive
-        self._limit_s, self._resume, self._here = limit_s, resume, here
+        self._limit_s, self._resume, self._here, self._unfit = limit_s, resume, here, unfit
         self._bad_exit_at = math.inf  # when srun said that a rank had crashed
         self._readers = [threading.Thread(target=self._copy, args=[p.stderr]) for p in processes]
         for reader in self._readers:
@@ -331,6 +340,8 @@ class Ranks:
         for line in iter(lambda: stream.readline(MOST_LINE), ""):
             print(line, end="", file=sys.stderr, flush=True)
             self._heard.append(line.rstrip("\n"))
+            if unfit := UNFIT.match(line):
+                self._unfit.update(expand_hostlist(unfit[1]))
             if BAD_EXIT.match(line):
                 self._bad_exit_at = min(self._bad_exit_at, time.monotonic())
 
@@ -360,10 +371,11 @@ class Ranks:
     def _is_a_node_gone(self) -> bool:
         """Has a line to a node timed out, and does the node start no step either?"""
         node = self._keepalive.lost() if self._keepalive else ""
-        if not node or sched_slurm.answering([node]):
-            return False
-        self.error = f"node {node} is silent"
-        return True
+        with contextlib.suppress(TryAgain):
+            if node and not sched_slurm.answering([node]):
+                self.error = f"node {node} is silent"
+                return True
+        return False
 
     def are_silent(self) -> bool:
         """Has run.command neither said nor saved anything for `sync.silent_timeout`?"""

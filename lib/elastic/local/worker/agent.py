@@ -269,10 +269,10 @@ class Agent:
 
     def _after_crash(self, end: End, training: Training) -> End | None:
         """None: it is worth another attempt."""
-        failed = replace(end, outcome=Outcome.FAILED, detail=training.last_words())
+        unfit = (node_name(),) if training.exit_code() == Exit.UNFIT_NODE else ()
+        failed = replace(end, outcome=Outcome.FAILED, detail=training.last_words(), unfit=unfit)
         is_same = self.program.note_crash(training.error, bool(training.report.get("delivered")))
-        is_unfit = training.exit_code() == Exit.UNFIT_NODE  # here; not so elsewhere
-        if is_unfit or self.program.crashes > CRASHES_IN_PLACE or self.notice:
+        if unfit or self.program.crashes > CRASHES_IN_PLACE or self.notice:
             return failed
         if is_same and self.lease.has_nobody_trained():
             what = f"worker {self.program.slot} failed twice at its start: {end.reason}"
