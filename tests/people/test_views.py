@@ -162,6 +162,9 @@ def test_anybodys_words_are_one_line_of_limited_length():
       "KeyError: 'x'"),
      ("Traceback (most recent call last):\n  File x\nKeyError: 'x'\nTraceback (most recent call "
       "last):\n  File run\nsubprocess.CalledProcessError: Command died\n", "KeyError: 'x'"),
+     ("Traceback (most recent call last):\n  File x\nOSError: Caught OSError in DataLoader worker "
+      "process 0.\nOriginal Traceback (most recent call last):\n  File y\nOSError: no shard 7\n",
+      "OSError: no shard 7"),
      ("usage: t.py [-h]\nt.py: error: unrecognized arguments: --resume\n",
       "t.py: error: unrecognized arguments: --resume"),
      ("python: can't open file '/x/t.py': [Errno 2] No such file\n",

@@ -56,6 +56,13 @@ def test_steps_delivered_after_a_notice_are_training():
     assert parts(job, Work(ONE, 2, 16, 100)) == {"start-up": 16, "training": 112, "notice": 32}
 
 
+def test_a_delta_that_a_master_took_after_the_end_of_its_job_was_trained_before():
+    """The master was dead at the notice: what the next one committed was called lost."""
+    job = Allocation(1, 0, 0, 100, "yielded", ((0, ONE),), notice=95)
+    work = [Work(ONE, 10, 30, 100), Work(ONE, 130, 150, 100)]
+    assert parts(job, *work) == {"start-up": 10, "training": 40, "waiting": 45, "notice": 5}
+
+
 def test_a_job_that_is_killed_had_lost_what_was_not_committed():
     job = Allocation(1, 0, 0, 20, "killed", ((0, ONE),))
     assert parts(job, Work(ONE, 2, 12, 100)) == {"start-up": 2, "training": 10, "lost": 8}

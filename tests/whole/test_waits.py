@@ -1,6 +1,8 @@
 """Waits that follow what a run measures and what the scheduler's notice leaves."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -200,6 +202,33 @@ def test_a_worker_without_a_master_leaves_its_gpus(tmp_path):
         run.versions(1)  # by the next one, which no worker has told of it
         deltas = run.run.commits.of(base + 1).deltas
         assert record["attempt"] in [delta.attempt for delta in deltas]
+        run.finish()
+
+
+def test_a_notice_while_the_master_is_silent_costs_no_step(tmp_path):
+    """Its node was off the network: the worker went on to offer its delta until it was killed."""
+    settings = {"elastic.max": 1, "local_sgd.inner_steps": 10, "local_scheduler.grace": "10s"}
+    with running(tmp_path, settings, samples=1200) as run:
+        run.workers(1)
+        run.versions(2)
+        job_id = run.jobs()["worker", 0].job_id
+        run.hold()
+        silent = [*run.pids("master"), *run.pids("redis")]
+        for pid in silent:
+            os.kill(pid, signal.SIGSTOP)
+        run.go_on()
+        run.scheduler.preempt(job_id)
+        wait_until(lambda: run.run.jobs.ending(job_id)["state"] == "ended", 40, "the worker leaves")
+        record = run.run.jobs.ending(job_id)
+        assert (record["outcome"], record["steps"] > 0) == ("yielded", True)
+        for pid in silent:
+            os.kill(pid, signal.SIGCONT)
+        run.workers(1)
+        base = run.version
+        run.versions(1)
+        merged = [delta.attempt for number in range(base, run.version + 1)
+                  for delta in run.run.commits.of(number).deltas]  # fmt: skip
+        assert record["attempt"] in merged
         run.finish()
 
 

@@ -233,6 +233,10 @@ class Store:
         """What the master says of itself and its round."""
         return _text(self._redis.hgetall(self._key("master")))
 
+    def has_master(self, within_s: float) -> bool:
+        """Has a master spoken to this server lately?"""
+        return self.now() - float(self.master().get("beat", 0.0)) < within_s
+
     def slots(self) -> dict[int, Slot]:
         """Every slot whose lease is valid."""
         found = self._tables("slot", sorted(self.attempts())).items()

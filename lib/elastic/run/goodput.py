@@ -139,10 +139,11 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
 
 def _divided(job: Allocation, work: Sequence[Work]) -> Iterator[tuple[str, float]]:
     """(part, seconds) from the job's start to its end, without gap or overlap."""
-    at, begun = job.start, None
+    at, begun, is_late = job.start, None, False
     for piece in work:
-        start = min(max(piece.start, at), job.end)
-        stop = min(max(piece.stop, start), job.end)
+        is_late = piece.stop > job.end and piece.attempt == begun  # a later master took it
+        start = at if is_late else min(max(piece.start, at), job.end)
+        stop = min(max(start + piece.stop - piece.start if is_late else piece.stop, start), job.end)
         if piece.attempt == begun:
             waited_s = min(start - at, max(piece.stall_s, 0.0))
             yield "waiting", waited_s
@@ -154,7 +155,7 @@ def _divided(job: Allocation, work: Sequence[Work]) -> Iterator[tuple[str, float
     noticed = min(max(job.notice or job.end, at), job.end)
     if not job.outcome:
         yield "open" if begun else "start-up", noticed - at
-    elif job.outcome in WANTED and begun:
+    elif begun and (is_late or job.outcome in WANTED):
         yield "waiting", noticed - at
     else:
         yield from _restart(job, at, noticed, begun, "lost" if begun else "start-up")

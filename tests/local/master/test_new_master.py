@@ -5,20 +5,27 @@
 The world is that of test_crash_points.py: a master that takes turns, and two workers.
 """
 
+import contextlib
 import functools
 import os
 import select
 import socket
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import test_crash_points as played
 from elastic.base.errors import TryAgain
-from elastic.local.master import master
+from elastic.local.master import intake, master
 from elastic.local.master.averaging import Averager
 from elastic.local.master.samples import Samples
 from elastic.local.store import Ask
+from elastic.local.transport import Transport
+from elastic.local.worker.agent import Lease
+from elastic.run.membership import Slot
+from elastic.run.records import Header
 from elastic.run.rundir import RunDir
+from helpers import commit_of
 from stores import BothSides
 from test_crash_points import LEASE, Turns, Worker, create_version_0
 
@@ -66,6 +73,98 @@ def test_what_workers_have_left_counts_though_redis_has_forgotten_it(run):
     one.close()
     assert merged(run, 1) == left
     assert run.commits.of(1).rejected == {}
+
+
+class CutOff(Worker):
+    """Its node loses the way to Redis while it trains: it leaves its delta in the run directory."""
+
+    left: Header | None = None
+
+    def turn(self, store: BothSides) -> None:
+        with contextlib.suppress(TryAgain):
+            if not self.left:
+                super().turn(store)
+
+    def deliver(self, samples: list) -> Header:
+        self.left = super().deliver(samples)
+        self.run.offers.leave(self.left)
+        raise TryAgain("no way to Redis")
+
+
+def test_what_a_worker_could_not_offer_counts_with_the_same_master(run):
+    """Only a new master read what is left: others trained the samples again."""
+    create_version_0(run)
+    gone, other, one = CutOff(run, 0), Worker(run, 1), Turns(run)
+    one.take_over()
+    for _ in range(20):
+        one.turn()
+        for worker in (gone, other):
+            worker.turn(one.server.store)
+        if gone.left:
+            one.server.store.release(0, gone.attempt)  # as if it had lapsed
+    one.close()
+    assert gone.left.key in merged(run, 1)
+    assert run.commits.of(1).rejected == {}
+
+
+def test_a_delta_that_is_unreadable_when_it_is_to_be_merged_holds_no_round_open(run, monkeypatch):
+    """Its check was good. The round was closed again and again, and nobody was told why."""
+    create_version_0(run)
+    workers, one, reads = [Worker(run, slot) for slot in (0, 1)], Turns(run), Counter()
+    read = Transport.get
+
+    def get(self, key, index, *how) -> None:
+        reads[key, index] += 1
+        if key[0] == 0 and reads[key, index] > 1 and not rejected():
+            raise TryAgain("Input/output error")
+        read(self, key, index, *how)
+
+    def rejected() -> list[str]:
+        return [event["rule"] for event in run.events() if event["kind"] == "reject"]
+
+    monkeypatch.setattr(Transport, "get", get)
+    monkeypatch.setattr(intake, "UNREAD_S", 0.0)
+    one.take_over()
+    for _ in range(60):
+        one.turn()
+        for worker in workers:
+            if run.commits.newest_version() < 1:
+                worker.turn(one.server.store)
+    one.close()
+    assert rejected() == ["unreadable"]
+    assert [slot for slot, *_ in merged(run, 1)] == [0, 1]  # it has delivered the delta again
+
+
+def test_a_worker_whose_node_refuses_to_write_keeps_its_samples_only_for_a_while():
+    """It holds its lease: when all others were done the run waited for these samples, for ever."""
+    samples, slots = Samples(), {}
+    samples.begin(commit_of(dataset_samples=100, epochs=1))
+    for slot, state in enumerate(("blocked", "blocked", "training")):
+        samples.ledger.hold((slot, 1), [(0, 8 * slot, 8 * slot + 8)])
+        moved = 100.0 if slot == 0 else 200.0
+        told = {"slot": slot, "attempt": 1, "beat": 300, "moved": moved, "joined": 0}
+        slots[slot] = Slot.from_fields({**LEASE, **told, "state": state})
+    samples.reclaim(slots, blocked_at=150.0)
+    assert set(samples.ledger.held) == {(1, 1), (2, 1)}
+
+
+def test_a_sites_server_without_a_master_is_no_service(run):
+    """The agent took the words of its own worker, which waited, for a sign of a master."""
+    program = SimpleNamespace(run=run, slot=0, attempt=run.slots.claim(0, {"job_id": "7"}))
+    lease, who = Lease(program), {"slot": 0, "attempt": 1}
+    before = lease.served
+    lease.renew(LEASE | who)
+    assert (bool(lease.store), lease.served) == (True, before)
+    create_version_0(run)
+    one = Turns(run)
+    one.take_over()
+    one.turn()
+    lease.renew(LEASE | who)
+    assert lease.served > before
+    one.state = "over"
+    run.mark_done({"reason": "trained", "time": time.time()})
+    one.close()
+    assert lease.store.master()["state"] == "done"  # "over" told workers nothing
 
 
 def test_what_a_worker_declares_once_is_heard_though_that_turn_fails(run, monkeypatch):

@@ -372,8 +372,7 @@ def test_who_asks_for_samples_where_no_master_is_does_not_train(run):
     own.tell_agent = lambda said: told.append(said["state"])
     own.say(state="training")
     own.news = line.News(3, state="stopping")  # else it asks again
-    with pytest.raises(TryAgain, match="no master"):
-        own.ask(8, [], lambda: False)
+    assert own.ask(8, [], lambda: len(told) > 1) is None
     assert told == ["training", "waiting"]
 
 
@@ -384,6 +383,7 @@ def test_who_waits_for_samples_where_no_master_is_leaves_with_its_steps(run):
     own.tell_agent = lambda said: said["state"] == "waiting" and notice.arrived(signal.SIGTERM)
     own.say(state="training")
     assert own.ask(8, [], lambda: bool(notice)) is None
+    assert own.declare([(0, 0, 8)]) is None  # and that a new master said a word before it died
     assert not notice.has_run_out()
 
 
@@ -438,3 +438,25 @@ def test_the_time_of_a_suspension_is_not_counted_as_that_of_a_hang(run, monkeypa
     assert (training.still_s(), clock.now - one.lease.served) == (10.5, 2.5)
     os.close(writer)
     os.close(reader)
+
+
+def learner(run) -> LocalSGD:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return LocalSGD(model, optimizer, Place(run, 0, 1, "7"), Notice(), Group())
+
+
+def test_a_step_without_a_batch_says_where_batches_come_from(run):
+    with pytest.raises(ElasticError, match="without a batch") as caught:
+        learner(run).step(1.0)
+    assert "sgd.batches(dataset)" in caught.value.hint
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_step_that_is_not_called_once_is_told_how_often_it_was(run, calls):
+    one = learner(run)
+    batches = one._batches_of_step(SimpleNamespace(next=lambda: None))
+    next(batches)
+    one._hand.round.steps += calls
+    with pytest.raises(ElasticError, match=rf"called {calls} times up to batch 1 of 1"):
+        next(batches)

@@ -51,6 +51,11 @@ class Intake:
         else:
             self.checks[header] = self.averager.check_later(header)
 
+    def check_accepted(self) -> None:
+        """Check again what was to be merged: it, too, may have become unreadable."""
+        for checked in self.round.accepted.values():
+            self.checks[checked.header] = self.averager.check_later(checked.header)
+
     def collect_checked(self) -> None:
         for header, future in list(self.checks.items()):
             if not future.done():

@@ -126,9 +126,9 @@ class Master:
         if self.intake:  # there is no answer before there is a version
             self.asks |= {(ask.slot, ask.attempt): ask for ask in self.server.store.take_asks()}
         slots = self.server.look(now)
+        if self.intake and (self.server.has_doubts or self.server.workers.keys() > slots.keys()):
+            self.intake.meet()  # who is gone may have left a delta that it could not offer
         if self.server.has_doubts:
-            if self.intake:
-                self.intake.meet()
             self._shut_samples()
         if self.intake is None and self.state == "running":
             self.open_run()
@@ -137,7 +137,7 @@ class Master:
             self.intake.collect_checked()
             self.samples.open_early(slots, now)
             if now >= self.samples.open_at:
-                self.samples.reclaim(slots)
+                self.samples.reclaim(slots, now - self.config.health.hang_timeout_s)
                 self.server.dismiss(slots)
             self.answer(self.asks.values(), slots, now)
             self.asks.clear()
@@ -318,6 +318,9 @@ class Master:
         except Damaged as error:
             intake.withdraw(error.key, error.why)
             return
+        except TryAgain:
+            intake.check_accepted()
+            raise
         if commit is None:
             self.fence()
             self._start_over()
@@ -372,6 +375,7 @@ class Master:
             self.averager.close()
         with contextlib.suppress(TryAgain):
             if self.server.store and self.state == "over":
+                self.state = "done" if self.run.done() else "stopping"
                 self.publish_state(wake="stop")
         self.server.stop()
 

@@ -65,9 +65,11 @@ class Samples:
         self.ledger.keep(owner, held)
         return True
 
-    def reclaim(self, slots: dict[int, Slot]) -> None:
-        """Samples of workers that are gone are free again."""
-        alive = {(worker.slot, worker.attempt) for worker in slots.values()}
+    def reclaim(self, slots: dict[int, Slot], blocked_at: float) -> None:
+        """Samples of workers that are gone are free again, and of those whose node has
+        refused to write since before `blocked_at`: it may do so for ever."""
+        alive = {(worker.slot, worker.attempt) for worker in slots.values()
+                 if worker.state != "blocked" or worker.moved > blocked_at}  # fmt: skip
         for owner in [owner for owner in self.ledger.held if owner not in alive]:
             self.ledger.give_back(owner)
             self.granted.pop(owner, None)

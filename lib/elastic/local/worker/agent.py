@@ -165,9 +165,10 @@ class Lease:
     server."""
 
     def __init__(self, program: Program):
-        self._program, self._health = program, program.run.config().health
+        self._program, config = program, program.run.config()
+        self._health, self._is_sites = config.health, bool(config.redis.url)
         self.store: WorkerStore | None = None
-        self.served = time.monotonic()  # when the server last answered
+        self.served = time.monotonic()  # when there last was a master's server
 
     def renew(self, fields: dict) -> None:
         """Renew the lease, or claim it on a server that does not know it. A silent server is
@@ -179,7 +180,9 @@ class Lease:
             self.store.meet()  # a server whose master hangs may answer for hours
             if not self.store.lease(slot, attempt, fields, self._health.lease_s):
                 raise TryAgain(f"slot {slot} has an attempt higher than {attempt}")
-            self.served = time.monotonic()
+            # The run's own server ends with the master; a site's does not.
+            if not self._is_sites or self.store.has_master(self._health.lease_s):
+                self.served = time.monotonic()
         except TryAgain:
             self.drop()
             with contextlib.suppress(TryAgain):
@@ -384,11 +387,8 @@ class Agent:
 
     def _leave_if_deserted(self, training: Training) -> None:
         """Give the GPUs back if there has been no master for `health.master_wait`, and so
-        nothing to train. The run's own server ends with the master; a site's does not, but
-        then there is no news that the training process could wait for. If its loop has
-        ended, it may have something of its own to do."""
-        since = training.heard if self.config.redis.url else self.lease.served
-        idle_s, report = time.monotonic() - since, training.report
+        nothing to train. If its loop has ended, it may have something of its own to do."""
+        idle_s, report = time.monotonic() - self.lease.served, training.report
         is_idle = report["state"] != "training" and not report.get("end")
         if is_idle and idle_s > self.config.health.master_wait_s and not self._deserted:
             self._deserted = f"no master for {idle_s:.0f} s (health.master_wait)"

@@ -91,8 +91,8 @@ class Delivery:
         """Rank 0: offer the delta again if a new server does not know it. False: it was
         rejected."""
         line, owner = self._line, self._line.place.owner
-        is_known = line.reach(lambda store: store.offered(*owner, done.base))
-        verdict = line.reach(lambda store: store.take_verdict(*owner))
+        told = line.reach(lambda s: (s.offered(*owner, done.base), s.take_verdict(*owner)))
+        is_known, verdict = told or (True, None)  # None: it is time to leave
         if verdict and verdict["base"] == done.base and done.steps:
             print(f"worker  delta rejected: {verdict['reason']}", flush=True)
             if verdict.get("rule") == rounds.Rule.SAMPLES:

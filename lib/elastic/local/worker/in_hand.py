@@ -167,5 +167,7 @@ class InHand:
         the base is no more: somebody has restored an older run directory, and nothing that
         is trained on that base would ever be merged."""
         if self._told_epoch < self.line.news.epoch:
-            self._told_epoch = self.line.declare(self.held())
-            self.line.commit(self.round.base)
+            told_epoch = self.line.declare(self.held())
+            if told_epoch is not None:
+                self._told_epoch = told_epoch
+                self.line.commit(self.round.base)

@@ -171,14 +171,9 @@ class Line(RankLine):
 
     # ---- calls that survive a lost line
 
-    def reach(self, action: Callable[[S], T], kind: type[S] = WorkerStore,
-              enough: Callable[[], bool] = bool) -> T | None:  # fmt: skip
-        """`action(store)`, again and again until Redis answers; None if `enough()` is true
-        before.
-
-        Raises TryAgain if nobody answers until the notice has run out, or the run is
-        over.
-        """
+    def reach(self, action: Callable[[S], T], kind: type[S] = WorkerStore) -> T | None:
+        """`action(store)`, again and again until Redis answers; None if it is time to leave
+        before: what is in hand can be left in the run directory, and needs the time."""
         while True:
             self.say()
             try:
@@ -187,11 +182,13 @@ class Line(RankLine):
                 if self._said.get("state") == "training":  # and cannot go on without a master
                     self.say(state="waiting")
                 self._stores.clear()  # not closed: a courier may be using one
-                if enough():
+                if self.is_leaving():
                     return None
-                if self.notice.has_run_out() or self.news.over:
-                    raise
                 self._closed.wait(RETRY_S)
+
+    def is_leaving(self) -> bool:
+        """Has a notice come, or is the run over?"""
+        return bool(self.notice) or self.news.over
 
     def _store(self, kind: type[S]) -> S:
         """The store at the newest known master: an older master's server may still
@@ -202,29 +199,29 @@ class Line(RankLine):
         return store
 
     def offer(self, header: Header) -> None:
-        """Announce a delta, once this attempt has its lease. Raises Fenced if files say that
-        a higher attempt has it, and TryAgain once the notice has run out."""
+        """Announce a delta, once this attempt has its lease. If it is time to leave before,
+        the header has to be left in the run directory. Raises Fenced if files say that a
+        higher attempt has the slot."""
         while not self.reach(lambda store: store.offer(*header.key, header.to_json())):
             with contextlib.suppress(TryAgain):
                 self.run.slots.fence(*self.place.owner)
-            if self.notice.has_run_out():
-                raise TryAgain(f"slot {self.place.slot}: the lease is gone")
+            if self.is_leaving():
+                return
             time.sleep(RETRY_S)  # the agent claims the lease again within a heartbeat
 
     def ask(self, want: int, held: list[Range], enough: Callable) -> list[Range] | None:
         """Ask for samples, and wait for the answer; None if `enough()` is true before."""
         ask = self._ask(want, held)
         while not enough():
-            # Whoever waits for samples may have steps to deliver, and get a notice.
-            self.reach(lambda store: store.ask(ask), enough=enough)
-            granted = self.reach(lambda store: store.granted(ask, POLL_S), enough=enough)
+            granted = self.reach(lambda store: (store.ask(ask), store.granted(ask, POLL_S))[1])
             if granted is not None:
                 return granted
             self.say(state="waiting")  # to wait for the master is no hang
         return None
 
-    def declare(self, held: list[Range]) -> int:
-        """Tell a master which samples are still held, wanting none. Returns its epoch."""
+    def declare(self, held: list[Range]) -> int | None:
+        """Tell a master which samples are still held, wanting none. Returns its epoch; None
+        if it is time to leave before."""
         ask = self._ask(0, held)
         return self.reach(lambda store: store.ask(ask))
 
@@ -243,23 +240,29 @@ class Line(RankLine):
     def refresh(self) -> News:
         """Read the master's word now, as a reader: a worker's password does not open the
         master's hash (redis_server.ROLES)."""
-        self._note(*self.reach(lambda store: (store.master(), store.now()), kind=Store))
+        if said := self.reach(lambda store: (store.master(), store.now()), kind=Store):
+            self._note(*said)
         return self.news
 
     def _watch(self) -> None:
         while not self._closed.is_set():
             try:
-                store = Store.open(self.run)
+                store, lease_s = Store.open(self.run), self.run.config().health.lease_s
                 while not self._closed.is_set():
                     store.meet()  # fails if a newer master has made it leave this one
                     self._note(store.master(), store.now())
+                    if not store.has_master(lease_s):  # a site's server, say
+                        self._note_if_over()
                     store.hear("ctl", POLL_S)
             except (ElasticError, OSError):  # OSError: too many files are open
-                with contextlib.suppress(ElasticError, OSError):
-                    if over := self.run.closing("local"):
-                        state = "done" if over == "done" else "stopping"
-                        self._note({"state": state, "version": "-1"})
+                self._note_if_over()
                 self._closed.wait(RETRY_S)
+
+    def _note_if_over(self) -> None:
+        with contextlib.suppress(ElasticError, OSError):
+            if over := self.run.closing("local"):
+                state = "done" if over == "done" else "stopping"
+                self._note({"state": state, "version": "-1"})
 
     def _note(self, master: dict[str, str], now: float = 0.0) -> None:
         """Make `news` of the master's word, whose times are Redis TIME, as `now` is."""

@@ -216,13 +216,10 @@ class LocalSGD:
         for left in reversed(range(self.accumulate)):
             self.ends_step = not left
             yield loader.next()
-            if done.steps != before + self.ends_step:
-                raise ElasticError(
-                    "sgd.step() was called before the last batch of its step" if left else
-                    "sgd.step() was not called after the batch",
-                    f"an optimizer's step is {self.accumulate} batches, train.accumulate;"
-                    " sgd.skip() is for one that is to have no effect",
-                )  # fmt: skip
+            if (calls := done.steps - before) != self.ends_step:
+                batch = f"batch {self.accumulate - left} of {self.accumulate} (train.accumulate)"
+                hint = "once, after the last batch of a step; sgd.skip() if it is to have no effect"
+                raise ElasticError(f"sgd.step() was called {calls} times up to {batch}", hint)
 
     def step(self, loss: torch.Tensor | float = 0.0, tokens: int | None = None) -> None:
         """An inner step is done, on `tokens` of this rank's batches (default: its samples).
@@ -236,6 +233,8 @@ class LocalSGD:
         self._count(math.nan, 0, rate=0.0)
 
     def _count(self, loss: torch.Tensor | float, tokens: int | None, rate: float) -> None:
+        if not self._hand.commit:
+            raise ElasticError("sgd.step() without a batch", "iterate over sgd.batches(dataset)")
         loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         hand, own, has_loss = self._hand, self._own_tokens(tokens), math.isfinite(loss)
         loss, losses, tokens = self.group.sum(loss if has_loss else 0.0, has_loss, own)

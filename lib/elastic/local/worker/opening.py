@@ -45,7 +45,7 @@ def _is_to_create(line: Line) -> bool:
     Raises TryAgain at a notice, or if the run is over."""
     while line.run.commits.told_version() < 0:
         slots = line.reach(lambda store: store.slots())
-        if line.place.slot <= min(slots, default=line.place.slot):
+        if slots is not None and line.place.slot <= min(slots, default=line.place.slot):
             return True
         line.say(state="waiting")
         if line.wait(lambda news: news.version >= 0 or news.over).over or line.notice:

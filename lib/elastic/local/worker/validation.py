@@ -54,7 +54,7 @@ class Validation:
         if not is_due(commit, self._slot, every_versions):
             return False
         slots = self._hand.line.reach(lambda store: store.slots())
-        return not any(slot.state == "validating" for slot in slots.values())
+        return slots is not None and all(s.state != "validating" for s in slots.values())
 
     def _before_pass(self) -> None:
         """Say that this worker validates, and tell a new master what it holds: a pass may
