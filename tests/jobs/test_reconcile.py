@@ -552,6 +552,39 @@ def test_a_growth_that_never_comes_true_is_tried_ever_more_seldom(run, slurm, ag
     assert all(after > 1.5 * before for before, after in itertools.pairwise(gaps))
 
 
+def test_a_limit_of_gpus_is_found_and_tried_again_later(run, slurm, again):
+    """On an idle cluster the run waited for ever; and what colleagues used for a while is to be
+    had again when they have gone."""
+    run.set_control(mode="sync", max=16)
+    slurm.spare_gpus = lambda spec, most: 0
+
+    def passes(count: int, most: int) -> list[int]:
+        """What trainers had asked for at most, and the GPUs of the one that starts last."""
+        for _ in range(count):
+            again(120)
+            for job_id, _ in slurm.cancelled:
+                slurm.listed[job_id] = replace(slurm.listed[job_id], state="CANCELLED")
+            asked = slurm.specs[-1].gpus[1]
+            there = [job for job in slurm.listed.values() if not job.ended]
+            if len(there) == 1 and there[0].state == "PENDING" and asked > most:
+                limited = replace(there[0], reason="QOSGrpGRES")
+                slurm.listed[there[0].job_id] = limited
+            elif len(there) == 1 and there[0].state == "PENDING":
+                trains(run, slurm, there[0])
+                record = run.jobs.ending(there[0].job_id)
+                run.jobs.write_ending(there[0].job_id, record | {"gpus": asked})
+        return list(dict.fromkeys(spec.gpus[1] for spec in slurm.specs))
+
+    assert passes(20, most=6) == [16, 12, 9, 7, 5]
+    (job,) = [job for job in slurm.listed.values() if job.started]
+    slurm.listed[job.job_id] = replace(job, state="PREEMPTED")
+    slurm.specs.clear()
+    for other in [job for job in slurm.listed.values() if not job.ended]:
+        slurm.listed[other.job_id] = replace(other, state="CANCELLED")
+    assert passes(4, most=6) == [5], "within the hour it asks for no more"
+    assert 16 in passes(40, most=16)
+
+
 def test_a_growth_of_which_slurm_said_nothing_keeps_no_job_waiting(run, slurm, again):
     """It was carried out: the successor waited for exactly as many nodes, which had gone."""
     waiting = []

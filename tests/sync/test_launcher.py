@@ -87,3 +87,30 @@ def test_a_crash_while_slurm_is_silent_costs_no_node(make_run, monkeypatch):
     launcher._nodes = ["n1", "n2"]
     assert launcher._lost_nodes() == []
     assert (launcher._nodes, answers) == (["n1", "n2"], [])
+
+
+def test_where_the_launchers_own_node_is_unfit_the_job_has_failed(make_run, monkeypatch):
+    """All may be so: a job that had only left its nodes was followed at once, for ever."""
+    monkeypatch.setattr(sched_slurm, "answering", lambda nodes: nodes)
+    monkeypatch.setattr(launch, "node_name", lambda: "n1")
+    launcher = Launcher(make_run(), Notice())
+    launcher._nodes, launcher._unfit = ["n1", "n2"], {"n1", "n2"}
+    ranks = SimpleNamespace(began=time.time(), error="no GPU", last_words=lambda: "error: no GPU")
+    end = launcher._after_crash(End(Outcome.CRASHED, "no GPU"), ranks, {})
+    assert end.outcome == Outcome.FAILED
+
+
+def test_a_node_that_was_lost_while_slurm_was_silent_is_not_forgotten(monkeypatch):
+    """Its line is told of once: the other ranks waited for it until NCCL gave up."""
+    lines, answers = ["n2", "", ""], [TryAgain("no step"), []]
+
+    def answering(_nodes: list[str]) -> list[str]:
+        answer = answers.pop(0)
+        if isinstance(answer, TryAgain):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(sched_slurm, "answering", answering)
+    ranks = Ranks([], SimpleNamespace(lost=lambda: lines.pop(0)), 0.0, None, set())
+    assert (ranks.are_stuck(), ranks.are_stuck()) == (False, True)
+    assert ranks.error == "node n2 is silent"

@@ -19,13 +19,13 @@ PACKAGE = ROOT / "lib" / "elastic"
 FOLDERS = {
     "base": 1034,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1386,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1701,  # jobs on a cluster: what is there, what should be, one pass
+    "jobs": 1694,  # jobs on a cluster: what is there, what should be, one pass
     "train": 1049,  # a process with torch: the task, its ranks, its device, its health
     "saved": 971,  # tensors on disk, committed by link(): what both modes begin with
     "local": 578,  # local mode: what both sides of the wire speak
     "local/worker": 1396,  # one slot: hold the lease, train, deliver
-    "local/master": 1119,  # one master: Redis, samples, rounds, commits
-    "sync": 1061,  # sync mode: one job that resizes
+    "local/master": 1124,  # one master: Redis, samples, rounds, commits
+    "sync": 1063,  # sync mode: one job that resizes
     "people": 2137,  # what a person asks and sees
     "lab": 1143,  # trying and proving; nothing imports it
     "commands": 458,  # click: options, checks, exit codes

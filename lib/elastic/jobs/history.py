@@ -165,8 +165,7 @@ class Memory:
     # Passes in a row that found more GPUs for a trainer at work; negative: to be left out.
     spare_passes: int = 0
     missed_growths: int = 0  # restarts for more GPUs that did not come free
-    # Sync mode: where a limit of Slurm's allows less than this --max, the GPUs to ask for.
-    cap_max: int = 0
+    # Sync mode: the most GPUs to ask for, where a limit of Slurm's allows no more; 0: --max.
     cap_gpus: int = 0
     cap_until: float = 0.0
     said: tuple[str, ...] = ()  # the reasons for empty places that the last pass told

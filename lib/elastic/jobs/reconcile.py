@@ -34,7 +34,7 @@ from elastic.base.network import node_name
 from elastic.jobs import cadence, history, sched, sizing
 from elastic.jobs.history import MASTER, TRAINER, WORKER, Ended, Job, Memory, UnsureSubmission
 from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, World, bad_nodes, plan
-from elastic.jobs.sched import JobSpec, Refused, RetryLater, Scheduler
+from elastic.jobs.sched import JobSpec, Refused, RetryLater
 from elastic.run.records import Outcome, restored
 from elastic.run.rundir import Control, RunDir, check_answers
 
@@ -53,7 +53,7 @@ RESTART_S = 60.0  # what a restart is taken to cost before one has been seen
 SPARE_PASSES = 3  # passes in a row that must find more GPUs before a job is started anew
 # Passes that look for no GPUs after some that were found did not come free: 30, then 60, …
 NO_GROWTH_PASSES = 30
-CAP_S = 86400.0  # for which a run asks for no more GPUs than a limit has allowed
+CAP_S = 3600.0  # for which a run asks for no more GPUs than a limit has allowed
 # A limit that fewer GPUs may meet. (Of nodes Slurm itself takes fewer.)
 TOO_MANY = re.compile("(QOS|Assoc)(Grp|Max)(GRES|Cpu|CPU|Mem|Billing)(?!.*Minutes)")
 GROWS_S = 180.0  # until the nodes that a job has left are free: they have their epilogs
@@ -87,7 +87,7 @@ class PassReport:
 
 
 def run_pass(runs: Sequence[RunDir], now: float, dry_run: bool = False,
-             scheduler: Callable[[Config, Mapping[str, str]], Scheduler] = sched.open_scheduler,
+             scheduler: Callable = sched.open_scheduler,
              within_s: float = 0.0, wait_s: float = 0.0) -> PassReport:  # fmt: skip
     """One pass over `runs`. `dry_run` only plans: it takes no lock and writes nothing.
     The scheduler's answer of `within_s` ago will do. A run that another pass is at work
@@ -108,7 +108,7 @@ def run_pass(runs: Sequence[RunDir], now: float, dry_run: bool = False,
     return report
 
 
-def _pass_over(passes: Sequence["_Pass"], scheduler: Scheduler, report: PassReport) -> None:
+def _pass_over(passes: Sequence["_Pass"], scheduler, report: PassReport) -> None:
     try:
         jobs = scheduler.jobs(passes[0].within_s)
     except TryAgain as silence:
@@ -200,7 +200,7 @@ class _Pass:
         self.config, self.environment = run.config(), run.environment()
         self.report = RunReport(run.name)
         self.memory = remembered(run, now)
-        self.scheduler: Scheduler | None = None
+        self.scheduler = None
 
     def _growth(self) -> int:
         """The GPUs for which the trainer is to be started anew; 0: there are none, or it is
@@ -240,7 +240,7 @@ class _Pass:
                 gpus=self.facts.gpus_of(end), outcome=end.outcome, reason=end.reason,
             )  # fmt: skip
 
-    def act(self, scheduler: Scheduler) -> None:
+    def act(self, scheduler) -> None:
         """Plan, and carry the plan out as far as the scheduler goes along."""
         self.scheduler = scheduler
         growth = self._growth() if self.facts.control.mode == "sync" else 0
@@ -450,23 +450,25 @@ def learned(facts: Facts, now: float) -> tuple[Memory, list[Ended]]:
 
 
 def _capped(facts: Facts, memory: Memory, now: float) -> Memory:
-    """With fewer GPUs to ask for, where a limit holds back the only trainer. Of a range of
-    nodes Slurm takes all that are idle, and then finds that these are too many."""
+    """With fewer GPUs to ask for, where a limit holds back the only trainer: as many as the
+    last one had, else three quarters. Of a range of nodes Slurm takes all that are idle,
+    and then finds that these are too many."""
     if now >= memory.cap_until:
-        memory = replace(memory, cap_max=0)
+        memory = replace(memory, cap_gpus=0)
     job, *others = [job for job in memory.jobs if job.role == TRAINER] or [None]
     is_waiting = job and job.queued and job.asked and not (others or job.leaving(now))
     if not is_waiting or not TOO_MANY.match(job.reason):
         return memory
     per_node, sizes = facts.config.slurm.gpus_per_node, facts.config.sync.sizes
-    counts = sizing.node_counts((facts.control.min, job.asked[1]), per_node, sizes)
-    gpus = counts[(len(counts) - 1) * 3 // 4] * per_node
-    return replace(memory, cap_max=facts.control.max, cap_gpus=gpus, cap_until=now + CAP_S)
+    *fewer, _ = sizing.node_counts((facts.control.min, job.asked[1]), per_node, sizes)
+    had = next((facts.gpus_of(end) for end in reversed(memory.ended) if end.role == TRAINER), 0)
+    nodes = sizing.fit(fewer, had // per_node) or (fewer and fewer[len(fewer) * 3 // 4])
+    return replace(memory, cap_gpus=nodes * per_node, cap_until=now + CAP_S) if nodes else memory
 
 
 def limits_of_gpus(control: Control, memory: Memory) -> tuple[int, int]:
     """The fewest and the most GPUs that a trainer asks for."""
-    most = memory.cap_gpus if memory.cap_max == control.max else control.max
+    most = min(control.max, memory.cap_gpus or control.max)
     return control.min, max(control.min, most)
 
 

@@ -1,10 +1,19 @@
-"""The scheduler as the rest of the toolkit sees it: three verbs, one job, one name.
+"""The scheduler as the rest of the toolkit sees it: five verbs, one job, one name.
 
-`sched_slurm` and `sched_local` implement `Scheduler`; nobody else knows how jobs come to
-be. A job is identified by its name (`job_name`: run, role, slot), which its comment
-repeats for where a site has changed that, together with its id and its submit time,
-because ids are reused after a controller crash and a submission can succeed while its
-client sees an error.
+    jobs(within_s)          this user's elastic jobs, live and recently ended; an answer that is
+                            `within_s` old will do
+    submit(spec)            once; the job's id. Raises Refused, RetryLater, or TryAgain: then the
+                            job may exist all the same, and is looked for by its name
+    cancel(job_id, kill)    ask the job to leave, or `kill` it; one that is gone is no error
+    wait_for(job_id, spec)  have a trainer that is queued wait for all GPUs of `spec`
+    spare_gpus(spec, most)  how many more GPUs a job like this would likely have if it started
+                            anew now
+
+All raise TryAgain if the scheduler does not say. `SlurmScheduler` and `LocalScheduler` have
+these verbs; nobody else knows how jobs come to be. A job is identified by its name
+(`job_name`: run, role, slot), which its comment repeats for where a site has changed that,
+together with its id and its submit time, because ids are reused after a controller crash
+and a submission can succeed while its client sees an error.
 States are Slurm's words; a word that is not in `ENDED_STATES`, one never seen before
 included, is a job that still exists.
 
@@ -18,7 +27,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from elastic.base.config import Config
 from elastic.base.durable import patiently
@@ -83,27 +91,6 @@ class JobSpec:
         return [str(self.home / "bin/elastic"), word, str(self.run_dir), *slot]
 
 
-class Scheduler(Protocol):
-    def jobs(self, within_s: float = 0.0) -> list[Job]:
-        """This user's elastic jobs, live and recently ended. An answer that is `within_s`
-        old will do. Raises TryAgain if the scheduler does not say."""
-
-    def submit(self, spec: JobSpec) -> str:
-        """Submit once, return the job id. Raises Refused, RetryLater, or TryAgain. After
-        TryAgain the job may exist all the same: look for it by its name."""
-
-    def cancel(self, job_id: str, kill: bool = False) -> None:
-        """Ask the job to leave, or `kill` it. A job that is gone already is no error.
-        Raises TryAgain."""
-
-    def wait_for(self, job_id: str, spec: JobSpec) -> None:
-        """Have a trainer that is queued wait for all GPUs of `spec`. Raises TryAgain."""
-
-    def spare_gpus(self, spec: JobSpec, most: int) -> int:
-        """How many more GPUs, at most `most`, a job like this would likely have if it
-        started anew now. Raises TryAgain."""
-
-
 def job_name(run: str, role: str, slot: int) -> str:
     """squeue shows eight characters of it, so run and slot come first: 7b/w3@elastic."""
     return f"{run}/{role[0]}{slot}@elastic"
@@ -115,7 +102,7 @@ def parse_job_name(text: str) -> tuple[str, str, int] | None:
     return (match[1], _ROLES[match[2]], int(match[3])) if match else None
 
 
-def open_scheduler(config: Config, environment: Mapping[str, str] | None = None) -> Scheduler:
+def open_scheduler(config: Config, environment: Mapping[str, str] | None = None):
     """The scheduler of a configuration, which a run's `environment` leads to (None: this
     process's).
 
@@ -130,7 +117,7 @@ def open_scheduler(config: Config, environment: Mapping[str, str] | None = None)
     return LocalScheduler(config, registry_dir(environment) / "local")
 
 
-def scheduler_of(run: RunDir) -> Scheduler:
+def scheduler_of(run: RunDir):
     """The scheduler that a run was submitted to: cron's environment does not lead to it."""
     return open_scheduler(run.config(), run.environment())
 
@@ -142,12 +129,12 @@ def cluster_of(kind: str, environment: Mapping[str, str]) -> tuple[str, str]:
     return kind, " ".join(filter(None, map(environment.get, (*LEADS, CLUSTER))))
 
 
-def jobs_of(run: str, scheduler: Scheduler) -> list[Job]:
+def jobs_of(run: str, scheduler) -> list[Job]:
     """The jobs of the run of that name that have not ended. Raises TryAgain."""
     return [job for job in scheduler.jobs() if job.run == run and not job.ended]
 
 
-def end_jobs(run: str, scheduler: Scheduler) -> bool:
+def end_jobs(run: str, scheduler) -> bool:
     """Kill the jobs of the run of that name; whether they are gone. Raises TryAgain."""
     until = time.monotonic() + END_S
     while (jobs := patiently(jobs_of, run, scheduler, for_s=END_S)) and time.monotonic() < until:

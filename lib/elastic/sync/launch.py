@@ -126,12 +126,12 @@ class Launcher:
         is_same = self.program.note_crash(ranks.error, progressed)
         at_once = time.time() - ranks.began < AT_ONCE_S and not (progressed or lost)
         self._resume.older = self._resume.older + 1 if at_once else 0
-        if lost:
+        is_unfit = node_name() in self._unfit  # it may be so on all nodes: that is a crash
+        if lost and not is_unfit:
             left = len(self._nodes)
             if not (nodes := self._fitting(self.config.slurm.gpus_per_node, left)):
                 return End(Outcome.YIELDED, f"only {left} nodes are left")
             self._nodes, self.program.crashes = self._nodes[:nodes], 0
-        is_unfit = node_name() in self._unfit
         if is_unfit or self.program.crashes > self.config.sync.crash_retries or self.notice:
             return failed
         begun = before or self.run.jobs.progress() or self.run.commits.newest_version() > 0
@@ -331,7 +331,8 @@ class Ranks:
         self._heard: deque[str] = deque(maxlen=HEARD_LINES)
         self._processes, self._keepalive = processes, keepalive
         self._limit_s, self._resume, self._here, self._unfit = limit_s, resume, here, unfit
-        self._bad_exit_at = math.inf  # when srun said that a rank had crashed
+        # When srun said that a rank had crashed, and a node whose line has timed out.
+        self._bad_exit_at, self._suspect = math.inf, ""
         self._readers = [threading.Thread(target=self._copy, args=[p.stderr]) for p in processes]
         for reader in self._readers:
             reader.start()
@@ -370,11 +371,13 @@ class Ranks:
 
     def _is_a_node_gone(self) -> bool:
         """Has a line to a node timed out, and does the node start no step either?"""
-        node = self._keepalive.lost() if self._keepalive else ""
+        if self._keepalive:  # it tells of a node once
+            self._suspect = self._suspect or self._keepalive.lost()
         with contextlib.suppress(TryAgain):
-            if node and not sched_slurm.answering([node]):
-                self.error = f"node {node} is silent"
+            if self._suspect and not sched_slurm.answering([self._suspect]):
+                self.error = f"node {self._suspect} is silent"
                 return True
+            self._suspect = ""
         return False
 
     def are_silent(self) -> bool:

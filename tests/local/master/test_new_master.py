@@ -7,11 +7,13 @@ The world is that of test_crash_points.py: a master that takes turns, and two wo
 
 import contextlib
 import functools
+import math
 import os
 import select
 import socket
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import test_crash_points as played
@@ -105,6 +107,24 @@ def test_what_a_worker_could_not_offer_counts_with_the_same_master(run):
     one.close()
     assert gone.left.key in merged(run, 1)
     assert run.commits.of(1).rejected == {}
+
+
+def test_what_is_left_after_the_lease_has_lapsed_is_read_and_refused_once(run):
+    """It was read only in the turn in which its worker was gone, or in every one."""
+    create_version_0(run)
+    one, bad, good = Turns(run), Worker(run, 0), CutOff(run, 1)
+    one.take_over()
+    one.turn()
+    bad.base = good.base = 0
+    run.offers.leave(replace(bad.deliver([(0, 0, 4)]), loss=math.nan))
+    with contextlib.suppress(TryAgain):
+        good.deliver([(0, 4, 8)])
+    for _ in range(5):
+        one.meets_at = 0.0  # a while later
+        one.turn()
+    one.close()
+    assert [event["rule"] for event in run.events() if event["kind"] == "reject"] == ["non-finite"]
+    assert good.left.key in merged(run, 1)
 
 
 def test_a_delta_that_is_unreadable_when_it_is_to_be_merged_holds_no_round_open(run, monkeypatch):

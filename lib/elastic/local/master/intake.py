@@ -21,6 +21,7 @@ class Intake:
         self.server, self.averager, self.round = server, averager, round_
         self.checks: dict[Header, Future] = {}
         self._unread_since: dict[Header, float] = {}  # Redis TIME of the first failure
+        self._refused: set[tuple[int, str]] = set()  # base and name; they may lie there on
 
     def take_offers(self) -> None:
         version, late = self.round.version, self.round.facts.max_staleness
@@ -69,10 +70,10 @@ class Intake:
             self._unread_since.pop(header, None)
             if checked.refused:
                 self.withdraw(header.key, checked.refused)
-                continue
-            self.round.accept(checked, self.server.now())
-            self.server.run.event("delta", slot=header.slot, attempt=header.attempt,
-                                  base=header.base, steps=header.steps, tokens=header.tokens)
+            elif header.key not in self.round.accepted:  # else it was checked again
+                self.round.accept(checked, self.server.now())
+                self.server.run.event("delta", slot=header.slot, attempt=header.attempt,
+                                      base=header.base, steps=header.steps, tokens=header.tokens)
 
     def withdraw(self, key: Key, why: Judgement) -> None:
         """Reject a delta after all whose header was judged good."""
@@ -86,6 +87,7 @@ class Intake:
         offer the delta again.
         """
         self.round.note_rejected(base, name, why.rule)
+        self._refused.add((base, name))
         what = {"base": base, "rule": why.rule, "reason": why.reason[:MOST_REASON]}
         is_sound = re.fullmatch("[0-9]{1,9}:[0-9]{1,9}", name)
         slot, attempt = map(int, name.split(":")) if is_sound else (name[:MOST_REASON], "")
@@ -114,5 +116,5 @@ class Intake:
             self.server.store.drop_offers(base, [name])
         for base in versions:
             for name, body in run.offers.left(base):
-                if (base, name) not in merged:
+                if (base, name) not in merged | self._refused:
                     self.take(base, name, body)

@@ -61,6 +61,7 @@ class Master:
         self.intake: Intake | None = None  # of the open round
         self.passes: Passes | None = None  # while it is at work
         self.controlled_at = -CONTROL_S  # by this process's clock
+        self.meets_at = 0.0  # Redis TIME
         self.ending_since = 0.0  # Redis TIME
 
     @property
@@ -126,8 +127,11 @@ class Master:
         if self.intake:  # there is no answer before there is a version
             self.asks |= {(ask.slot, ask.attempt): ask for ask in self.server.store.take_asks()}
         slots = self.server.look(now)
-        if self.intake and (self.server.has_doubts or self.server.workers.keys() > slots.keys()):
-            self.intake.meet()  # who is gone may have left a delta that it could not offer
+        is_one_gone = self.server.workers.keys() > slots.keys()
+        # Who was cut off may leave a delta that it could not offer, at any time.
+        if self.intake and (self.server.has_doubts or is_one_gone or now >= self.meets_at):
+            self.intake.meet()
+            self.meets_at = now + self.config.health.lease_s
         if self.server.has_doubts:
             self._shut_samples()
         if self.intake is None and self.state == "running":
