@@ -450,20 +450,20 @@ def learned(facts: Facts, now: float) -> tuple[Memory, list[Ended]]:
 
 
 def _capped(facts: Facts, memory: Memory, now: float) -> Memory:
-    """With fewer GPUs to ask for, where a limit holds back the only trainer: as many as the
-    last one had, else three quarters. Of a range of nodes Slurm takes all that are idle,
+    """With fewer GPUs to ask for, where a limit holds back the only trainer: three quarters,
+    but no fewer than the last one had. Of a range of nodes Slurm takes all that are idle,
     and then finds that these are too many."""
-    if now >= memory.cap_until:
-        memory = replace(memory, cap_gpus=0)
+    memory = replace(memory, cap_gpus=memory.cap_gpus if now < memory.cap_until else 0)
     job, *others = [job for job in memory.jobs if job.role == TRAINER] or [None]
     is_waiting = job and job.queued and job.asked and not (others or job.leaving(now))
     if not is_waiting or not TOO_MANY.match(job.reason):
         return memory
     per_node, sizes = facts.config.slurm.gpus_per_node, facts.config.sync.sizes
     *fewer, _ = sizing.node_counts((facts.control.min, job.asked[1]), per_node, sizes)
-    had = next((facts.gpus_of(end) for end in reversed(memory.ended) if end.role == TRAINER), 0)
-    nodes = sizing.fit(fewer, had // per_node) or (fewer and fewer[len(fewer) * 3 // 4])
-    return replace(memory, cap_gpus=nodes * per_node, cap_until=now + CAP_S) if nodes else memory
+    had = [facts.gpus_of(end) // per_node for end in memory.ended if end.role == TRAINER][-1:]
+    tries = [count for count in (*had, *fewer[len(fewer) * 3 // 4 :][:1]) if count in fewer]
+    gpus = max(tries, default=0) * per_node
+    return replace(memory, cap_gpus=gpus, cap_until=now + CAP_S) if gpus else memory
 
 
 def limits_of_gpus(control: Control, memory: Memory) -> tuple[int, int]:
