@@ -73,8 +73,8 @@ def test_a_trainer_that_took_no_step_has_not_worked(make_run):
     assert not history.ending(job, run.jobs.ending(program.job_id), now).worked
 
 
-def test_a_crash_while_slurm_is_silent_costs_no_node(make_run, monkeypatch):
-    launcher, answers = Launcher(make_run(), Notice()), [TryAgain("no step"), ["n1", "n2"]]
+def slurm_says(answers: list, monkeypatch) -> None:
+    """What it answers, one time after the other, when it is asked which nodes start a step."""
 
     def answering(_nodes: list[str]) -> list[str]:
         answer = answers.pop(0)
@@ -83,6 +83,11 @@ def test_a_crash_while_slurm_is_silent_costs_no_node(make_run, monkeypatch):
         return answer
 
     monkeypatch.setattr(sched_slurm, "answering", answering)
+
+
+def test_a_crash_while_slurm_is_silent_costs_no_node(make_run, monkeypatch):
+    launcher, answers = Launcher(make_run(), Notice()), [TryAgain("no step"), ["n1", "n2"]]
+    slurm_says(answers, monkeypatch)
     monkeypatch.setattr(durable, "STUCK_S", 0.0)
     launcher._nodes = ["n1", "n2"]
     assert launcher._lost_nodes() == []
@@ -103,14 +108,7 @@ def test_where_the_launchers_own_node_is_unfit_the_job_has_failed(make_run, monk
 def test_a_node_that_was_lost_while_slurm_was_silent_is_not_forgotten(monkeypatch):
     """Its line is told of once: the other ranks waited for it until NCCL gave up."""
     lines, answers = ["n2", "", ""], [TryAgain("no step"), []]
-
-    def answering(_nodes: list[str]) -> list[str]:
-        answer = answers.pop(0)
-        if isinstance(answer, TryAgain):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(sched_slurm, "answering", answering)
+    slurm_says(answers, monkeypatch)
     ranks = Ranks([], SimpleNamespace(lost=lambda: lines.pop(0)), 0.0, None, set())
     assert (ranks.are_stuck(), ranks.are_stuck()) == (False, True)
     assert ranks.error == "node n2 is silent"

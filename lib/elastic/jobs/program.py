@@ -95,8 +95,9 @@ class Program:
 
 
 def run_job(make: Callable, run: RunDir, notice: Notice) -> int:
-    """Make a job, of `run` and `notice`, and do it; its exit code. Its record says how it
-    ended, after an error, too."""
+    """Make a job (an agent, a launcher or a master), of `run` and `notice`, and do it; its
+    exit code. A job has `program`, `notice`, main() and end(end), which both return that
+    code. Its record says how it ended, after an error, too."""
     patiently(run.config, hurry=notice.__bool__, for_s=SILENT_S)
     job = make(run=run, notice=notice)
     try:

@@ -37,7 +37,7 @@ MOST_TOKENS, MORE_TOKENS = 2**24, 16
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
 DOUBLES_ROUNDS = 40  # in which K doubles in the cold start of a long run
 FEW_STEPS, EARLY_MOMENTUM, MOST_MOMENTUM = 20, 0.5, 0.8
-LESS = 0.4  # of the outer learning rate, for each 1 of momentum
+SHORTENS = 0.4  # how much less the outer learning rate is for each 1 of outer momentum
 MEMORY_ROUNDS = 20  # horizon of the running means
 # The mean learning rate per step is believed up to this many times the usual one. A worker
 # that joins has a lower rate (its ramp), never one so much higher.
@@ -423,6 +423,6 @@ def weights_and_clips(
 def outer_lr(momentum: float, weight: float, running: Running, settings) -> float:
     """eta * min(1, sqrt(W / mean W)): a round with little work behind it steps less.
     "auto": eta = 1 - 0.4 mu. So a round of one delta applies it as it is."""
-    lr = 1 - LESS * momentum if settings.outer_lr == "auto" else settings.outer_lr
+    lr = 1 - SHORTENS * momentum if settings.outer_lr == "auto" else settings.outer_lr
     is_thin = settings.thin_rounds and weight < running.weight
     return lr * math.sqrt(weight / running.weight) if is_thin else lr

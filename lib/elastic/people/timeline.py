@@ -49,7 +49,8 @@ def points(commits: Iterable[Commit], metrics: Iterable[Mapping] = ()) -> list[P
     """Loss and speed along the run, over versions of local mode and steps of sync mode."""
     versions = [(commit.time, commit.tokens, commit.loss) for commit in commits]
     steps = [(line["time"], line["tokens"], line.get("loss")) for line in metrics]
-    # By tokens, not by time: machines may disagree about that. What was trained again counts.
+    # By tokens, not by time: machines may disagree about that. Of a step that was trained
+    # twice the later line counts.
     rows = {row[1]: row for row in versions + steps}
     return list(_rates([rows[tokens] for tokens in sorted(rows)]))
 

@@ -21,7 +21,7 @@ class Intake:
         self.server, self.averager, self.round = server, averager, round_
         self.checks: dict[Header, Future] = {}
         self._unread_since: dict[Header, float] = {}  # Redis TIME of the first failure
-        self._refused: set[tuple[int, str]] = set()  # base and name; they may lie there on
+        self._met: set[tuple[int, str, bytes]] = set()  # what `meet` has taken
 
     def take_offers(self) -> None:
         version, late = self.round.version, self.round.facts.max_staleness
@@ -87,7 +87,6 @@ class Intake:
         offer the delta again.
         """
         self.round.note_rejected(base, name, why.rule)
-        self._refused.add((base, name))
         what = {"base": base, "rule": why.rule, "reason": why.reason[:MOST_REASON]}
         is_sound = re.fullmatch("[0-9]{1,9}:[0-9]{1,9}", name)
         slot, attempt = map(int, name.split(":")) if is_sound else (name[:MOST_REASON], "")
@@ -103,9 +102,9 @@ class Intake:
             self.round.forget_pass(owner)
 
     def meet(self) -> None:
-        """Put the offers of a new server in order: drop those of deltas that are merged by
-        now, and take those from the run directory whose workers have left, as nobody else
-        would offer them again."""
+        """Drop the offers of deltas that are merged by now, which a new server may have, and
+        take those from the run directory whose workers have left, each once: nobody else
+        would offer them."""
         run, newest = self.server.run, self.round.version
         versions = range(max(0, newest - self.round.facts.max_staleness), newest + 1)
         merged = {  # but sync mode's, which have no base
@@ -116,5 +115,6 @@ class Intake:
             self.server.store.drop_offers(base, [name])
         for base in versions:
             for name, body in run.offers.left(base):
-                if (base, name) not in merged | self._refused:
+                if (base, name) not in merged and (base, name, body) not in self._met:
                     self.take(base, name, body)
+                    self._met.add((base, name, body))

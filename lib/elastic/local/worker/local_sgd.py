@@ -82,7 +82,7 @@ class LocalSGD:
     def __exit__(self, kind, *_exc_info) -> None:
         if kind is None:
             self.line.say(end=self.outcome)
-        elif issubclass(kind, TryAgain):  # there was no master for as long as it could wait
+        elif issubclass(kind, TryAgain):  # a filesystem was silent for as long as it could wait
             self._leave_offers()
         self.line.close()
 
