@@ -8,13 +8,14 @@ import sys
 import torch
 
 import elastic
+from elastic.train.optimizers import EagerAdamW
 from tiny_task import Net, Tiny
 
 
 def main(pace: str, samples: str, batches: str = "inf") -> None:
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = EagerAdamW(model.parameters(), lr=0.01)
     task = Tiny({"pace": pace, "samples": int(samples)})
     with elastic.LocalSGD.from_env(model, optimizer) as sgd:
         for count, batch in enumerate(sgd.batches(task.dataset())):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import elastic
+from elastic.train.optimizers import EagerAdamW
 from tiny_task import WIDTH, Net, Tiny
 
 
@@ -65,7 +66,7 @@ def of_ranks(pace: str, folder: str) -> None:
 def main(kind: str, pace: str, folder: str) -> None:
     torch.manual_seed(0)
     model = Normed() if kind == "normed" else Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = EagerAdamW(model.parameters(), lr=0.01)
     schedule = scheduled(optimizer) if kind == "scheduled" else None
     task = Tiny({"pace": pace, "samples": 603 if kind == "normed" else 400})
     said = {"rates": [], "progress": [], "sizes": []}

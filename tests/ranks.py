@@ -1,26 +1,58 @@
-"""Ranks of a program in tests/: real processes, which always end."""
+"""Ranks of a program in tests/: real processes, which always end.
+
+    python ranks.py WORLD PROGRAM ARGUMENTS...
+
+imports torch once, and forks a rank for each of WORLD; a test calls run_ranks.
+"""
 
 import os
+import runpy
 import subprocess
 import sys
-
-from elastic.base.network import free_port
-from helpers import PATIENCE, ROOT
+import traceback
+from pathlib import Path
 
 
 def run_ranks(world: int, program: str, *arguments: str) -> None:
     """All ranks of a program in tests/, over gloo, to their end, which must be a good one."""
+    from elastic.base.network import free_port
+    from helpers import PATIENCE, ROOT
+
     env = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
            "MASTER_PORT": str(free_port("127.0.0.1")), "OMP_NUM_THREADS": "1",
-           "PYTHONPATH": str(ROOT / "lib")}  # fmt: skip
-    command = [sys.executable, str(ROOT / "tests" / program), *arguments]
-    processes = [
-        subprocess.Popen(command, env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(world)
-    ]
+           "PYTHONPATH": f"{ROOT}/lib:{ROOT}/tests"}  # fmt: skip
+    command = [sys.executable, __file__, str(world), str(ROOT / "tests" / program), *arguments]
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True,
+                               process_group=0)  # fmt: skip
     try:
-        said = [process.communicate(timeout=120 * PATIENCE)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(process.returncode for process in processes), "\n".join(said)
+        said = process.communicate(timeout=120 * PATIENCE)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        raise
+    assert process.returncode == 0, said
+
+
+def fork(world: int, program: Path) -> int:
+    """Fork the ranks and wait for them; 1 if one of them has failed."""
+    import torch.distributed.fsdp  # noqa: F401  # what takes longest, once for all of them
+
+    pids = []
+    for rank in range(world):
+        if pid := os.fork():
+            pids.append(pid)
+            continue
+        os.environ["RANK"], code = str(rank), 1
+        try:
+            runpy.run_path(str(program), run_name="__main__")
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return int(any([os.waitpid(pid, 0)[1] for pid in pids]))
+
+
+if __name__ == "__main__":
+    worlds, path, *sys.argv[1:] = sys.argv[1:]
+    sys.exit(fork(int(worlds), Path(path)))

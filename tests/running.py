@@ -48,7 +48,7 @@ SETTINGS = {
     "run.task": "tiny_task:Tiny",
     "run.scheduler": "local",
     "elastic.backoff": "0.2s",
-    "elastic.reconcile_interval": "5s",
+    "elastic.reconcile_interval": "60s",
     "train.batch_size": 4,
     "train.threads": 1,
     "train.epochs": 1,

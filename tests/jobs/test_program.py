@@ -84,6 +84,7 @@ def test_a_launcher_that_slurm_does_not_answer_counts_as_killed(ended, tmp_path)
 
 def test_an_agent_outlives_a_moments_silence_of_the_filesystem(run, monkeypatch):
     monkeypatch.setattr(durable, "AGAIN_S", ())
+    monkeypatch.setattr(durable, "STUCK_S", 0.0)
     run.set_control(state="stopped")
     real, tries = os.listdir, iter(range(3))
 

@@ -151,7 +151,7 @@ def test_the_command_does_faults_to_a_live_run_and_reports_them(tmp_path):
     options = ["--every", "4s", "--for", "24s", "--before", "4s", "--seed", "1"]
     done_here = {"kill-worker", "preempt", "kill-master", "flush-redis"}
     settings = {"elastic.max": 3, "local_sgd.inner_steps": 20}
-    with running(tmp_path, settings, samples=15_000, step_s=0.1) as run:
+    with running(tmp_path, settings, samples=8_000, step_s=0.1) as run:
         run.workers(3)
         command = [ROOT / "bin/elastic-chaos", "tiny", *options, "--faults", ",".join(done_here)]
         doing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -284,20 +284,17 @@ end
     assert seen.startswith("sbatch: ask the helpdesk for an account; Batch job submission failed")
 
 
-def test_a_slurm_that_takes_no_node_back_is_named_and_a_long_kill_wait_delays_nothing(quick, plant):
+def test_ranks_that_see_one_gpu_each_and_a_slurm_that_takes_no_node_back_are_named(quick, plant):
+    """And a long KillWait delays nothing."""
     plant(("^KillWait=.*", "KillWait=60"), (r"^(SchedulerParameters=.*)", r"\1,disable_job_shrink"))
-    found = trying("slurm.gpus_per_node=2")
+    found = trying("slurm.gpus_per_node=2", 'slurm.srun_options=["--gpus-per-task=1"]')
+    verdict, seen = found.pop("try ranks")
+    assert verdict == "FAIL"
+    assert re.fullmatch(r"n1 \(.*, GPUs \d; n2 \(.*, GPUs \d", seen)
     assert float(re.search(r"steps end in ([\d.]+) s", found.pop("try kill")[1])[1]) < 30
     verdict, seen = found.pop("try shrink")
     assert (verdict, "scontrol failed: " in seen) == ("WARN", True), seen
     assert {verdict for verdict, _ in found.values()} == {"OK"}
-
-
-def test_ranks_that_see_one_gpu_each_are_named(quick):
-    found = trying("slurm.gpus_per_node=2", 'slurm.srun_options=["--gpus-per-task=1"]')
-    assert {name for name, (verdict, _) in found.items() if verdict != "OK"} == {"try ranks"}
-    assert found["try ranks"][0] == "FAIL"
-    assert re.fullmatch(r"n1 \(.*, GPUs \d; n2 \(.*, GPUs \d", found["try ranks"][1])
 
 
 def test_ranks_that_do_not_start_are_shown_with_what_was_said(quick):

@@ -104,6 +104,7 @@ def world(tmp_path, monkeypatch) -> World:
     monkeypatch.setenv("ELASTIC_HOME_DIR", str(folder / "registry"))
     monkeypatch.setenv("ELASTIC_RUNS", str(folder / "runs"))
     monkeypatch.setenv("ELASTIC_SITE", "/dev/null")
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # nobody pulls the plug here
     return World(folder)
 
 

@@ -423,11 +423,12 @@ def test_the_loop_in_the_manual_trains(batches, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent("""\
         import sys, torch, elastic
+        from elastic.train.optimizers import EagerAdamW
         from tiny_task import Net, Tiny
         task = Tiny({"pace": sys.argv[1], "samples": 400})
         dataset, model = task.dataset(), Net()
         loss = task.loss
-        inner_optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        inner_optimizer = EagerAdamW(model.parameters(), lr=0.01)
         """) + loop_of(PROGRAMS, batches))  # fmt: skip
     command = [sys.executable, str(script), str(tmp_path / "pace")]
     settings = {"run.command": command, "elastic.max": 1, "train.accumulate": batches}

@@ -26,7 +26,7 @@ from insider import ATTACKS
 from running import Running, running
 from tiny_task import Net, Samples
 
-SECONDS = float(os.environ.get("ELASTIC_INSIDER_S", "20"))
+SECONDS = float(os.environ.get("ELASTIC_INSIDER_S", "8"))
 SAMPLES = 12_000
 NOISE = 0.02  # of a loss that begins at 3: between two honest runs it differs by a fifth of this
 SETTINGS = {"elastic.max": 2, "elastic.min": 2, "local_sgd.inner_steps": 20,

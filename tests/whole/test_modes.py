@@ -28,6 +28,7 @@ BOTH = {
     "elastic.min": 1,
     "elastic.max": 2,
     "elastic.max_failures": 50,
+    "elastic.reconcile_interval": "5s",
     "sync.global_batch_size": BATCH,
     "train.batch_size": 2,
     "checkpoint.interval": "20 steps",
@@ -102,6 +103,7 @@ def finish(run: Running) -> None:
 
 def test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on(tmp_path):
     with both(tmp_path, keep_every=1) as run:
+        run.reconcile = lambda: None  # as a user without the line in the crontab
         run.until(lambda: run.version >= 3, 60, "versions")
         to_sync(run)
         base = run.run.commits.newest()
@@ -124,15 +126,6 @@ def test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on(tmp_path
         assert losses[at] < losses[at - 1] + noise
         assert max(losses[at + 1 : at + 4]) < losses[at] + noise
         assert losses[-1] < 2 * noise
-
-
-def test_either_mode_hands_over_to_the_other_where_nobody_has_cron(tmp_path):
-    with both(tmp_path) as run:
-        run.reconcile = lambda: None  # as a user without the line in the crontab
-        run.until(lambda: run.version >= 2, 60, "versions")
-        to_sync(run)
-        to_local(run)
-        finish(run)
 
 
 def test_what_its_user_asks_for_is_no_preemption(tmp_path):

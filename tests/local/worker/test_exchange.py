@@ -103,6 +103,7 @@ def test_a_damaged_version_is_refused_and_half_adopted_is_no_base(open_rounds):
 def test_a_version_that_cannot_be_read_for_a_while_is_waited_for(open_rounds, monkeypatch, world):
     """By the rank that is to read it; before it was to be restored from a backup."""
     monkeypatch.setattr(durable, "AGAIN_S", (0.0,))
+    monkeypatch.setattr(durable, "STUCK_S", 0.0)
     rounds, ranks = open_rounds(), Ranks(world)
     rounds.close([rounds.deliver(0, rounds.base() + 1, 9)])
     commit, wanted, found = rounds.run.commits.newest(), rounds.base().bfloat16(), {}

@@ -35,12 +35,12 @@ def parameters(run: Running, version: int) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if name.startswith("param/")}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_two_ranks_deliver_the_delta_of_one_process(tmp_path: Path, optimizer: str):
+def test_two_ranks_deliver_the_delta_of_one_process(tmp_path: Path):
+    """With Muon, and so with AdamW, which has the parameters that are no matrices."""
     found = []
     for name, settings in (("one", ONE), ("two", TWO)):
         (tmp_path / name).mkdir()
-        settings = {**settings, "train.optimizer": optimizer}
+        settings = {**settings, "train.optimizer": "muon"}
         with running(tmp_path / name, settings, samples=203, step_s=0) as run:
             run.finish(120)
             found.append([parameters(run, version) for version in range(3)])
@@ -106,7 +106,7 @@ def test_a_disk_that_is_full_for_a_rank_that_does_not_lead_is_told_of_until_it_i
 def test_two_ranks_leave_on_notice_and_come_back_after_the_loss_of_one(tmp_path: Path):
     settings = {**TWO, "elastic.max_failures": 50, "local_sgd.inner_steps": 20,
                 "local_sgd.inner_state_max_age": 1000}  # fmt: skip
-    with running(tmp_path, settings, samples=6000, step_s=0.05) as run:
+    with running(tmp_path, settings, samples=3000, step_s=0.05) as run:
         run.workers(1)
         run.versions(1)
         run.pace(0.5)  # the round is not to be over before they are told
@@ -138,9 +138,8 @@ def test_two_ranks_leave_on_notice_and_come_back_after_the_loss_of_one(tmp_path:
 def test_both_ranks_go_back_to_the_base_when_their_delta_is_refused(tmp_path: Path):
     """Each rank holds half the rows. Adam moves all alike, so twice the way would be seen."""
     settings = {**TWO, "local_sgd.inner_steps": 10, "train.schedule": "constant",
-                
                 "checkpoint.keep_every": 1}  # fmt: skip
-    with running(tmp_path, settings, samples=2000, step_s=0.3) as run:
+    with running(tmp_path, settings, samples=800, step_s=0.3) as run:
         run.workers(1)
         run.hold()
         (master,) = run.pids("master")
