@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from elastic.local.master import recipe
 from elastic.local.master.averaging import Averager
-from elastic.local.master.recipe import Checked, Recipe
+from elastic.local.master.open_round import Checked, Part, merged
 from elastic.local.transport import Transport
 from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
@@ -121,14 +120,16 @@ class Rounds:
         assert not checked.refused
         return checked
 
-    def weigh(self, accepted: list[Checked]) -> tuple[Recipe, dict]:
-        """How they become the next version, and what its commit says about it."""
-        return recipe.merged(accepted, self.run.commits.of(self.version), self.config.local_sgd)
+    def weigh(self, accepted: list[Checked]) -> tuple[Commit, list[Part]]:
+        """The next version's commit, as far as it is known before that is made, and the deltas
+        that it is made of."""
+        newest = self.run.commits.of(self.version)
+        parts, said = merged(accepted, newest, self.config.local_sgd)
+        return self.next(**said), parts
 
     def close(self, accepted: list[Checked]) -> Commit:
         """Merge and commit the next version; returns the commit."""
-        how, said = self.weigh(accepted)
-        self.version = self.averager.commit(how, self.next(**said)).version
+        self.version = self.averager.commit(*self.weigh(accepted)).version
         return self.run.commits.of(self.version)
 
     def next(self, **said) -> Commit:

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from elastic.local import rounds
-from elastic.local.master.open_round import OpenRound
-from elastic.local.master.recipe import Checked
+from elastic.local.master.open_round import Checked, OpenRound
 from elastic.local.rounds import Facts
 from elastic.run.goodput import Work
 from elastic.run.ledger import Key, Ledger
@@ -140,7 +139,7 @@ class Uneven:
 
     def _publish(self) -> None:
         self.work += [self._came.pop(key) for key in sorted(self._round.accepted)]
-        commit = self._round.close(can_revert=False, epoch=1, now=self.now).commit
+        commit, _, _ = self._round.close(can_revert=False, epoch=1, now=self.now)
         self._round, self._merged = self._round.after(commit, self.now), inf
         # Those that wait see it; the others look when they are done.
         self._wakes = {slot: self.now if at == inf else at for slot, at in self._wakes.items()}

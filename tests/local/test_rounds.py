@@ -14,8 +14,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from elastic.local import rounds
-from elastic.local.master.open_round import OpenRound
-from elastic.local.master.recipe import Checked
+from elastic.local.master.open_round import Checked, OpenRound
 from elastic.local.rounds import (
     MEMORY_ROUNDS,
     Facts,
@@ -173,15 +172,15 @@ def test_a_round_goes_from_its_offers_to_its_commit_and_the_round_after():
     assert offered(round_).verdict is Verdict.ACCEPT
     assert offered(round_).rule is Rule.DUPLICATE
     assert offered(round_, slot=4).rule is Rule.SAMPLES
-    closing = round_.close(True, 3, 120.0)
-    assert (closing.reverts, closing.recipe.base, closing.recipe.factors) == ("", 7, (1.0,))
-    (delta,) = closing.commit.deltas
-    assert closing.commit.to_json()["deltas"][0].keys() == OF_A_DELTA
+    commit, [(_, factor)], reverts = round_.close(True, 3, 120.0)
+    assert (reverts, commit.version, factor) == ("", 8, 1.0)
+    (delta,) = commit.deltas
+    assert commit.to_json()["deltas"][0].keys() == OF_A_DELTA
     assert (delta.slot, delta.norm, delta.delivered) == (1, 1.5, 110.0)
     told = {"master_epoch": 3, "time": 120.0, "tokens": 640, "loss": 2.5, "workers": 1,
             "version": 8, "total_tokens": 640 / 32 * 1000}  # fmt: skip
-    assert closing.commit.to_json().items() >= told.items()
-    later = round_.after(closing.commit, 125.0)
+    assert commit.to_json().items() >= told.items()
+    later = round_.after(commit, 125.0)
     assert list(later.ledger.committed) == [(0, 0, 32)]
     assert (later.version, later.opened, later.accepted) == (8, 125.0, {})
 
@@ -191,9 +190,9 @@ def test_a_loss_that_no_loop_has_told_is_none():
     round_ = opened()
     offered(round_, loss=0.0, first_loss=0.0)
     offered(round_, slot=4, samples=((0, 32, 64),), loss=0.0, first_loss=0.0)
-    assert round_.close(True, 3, 120.0).commit.loss is None
+    assert round_.close(True, 3, 120.0)[0].loss is None
     offered(round_, base=6, samples=((0, 64, 96),), loss=2.5)
-    assert round_.close(True, 3, 120.0).commit.loss == 2.5
+    assert round_.close(True, 3, 120.0)[0].loss == 2.5
 
 
 def test_two_deltas_of_an_attempt_both_count_though_one_is_late():
@@ -202,11 +201,11 @@ def test_two_deltas_of_an_attempt_both_count_though_one_is_late():
     round_ = opened()
     assert offered(round_, base=6, samples=((0, 32, 64),)).verdict is Verdict.ACCEPT
     assert offered(round_).verdict is Verdict.ACCEPT
-    closing = round_.close(True, 3, 120.0)
-    assert [(delta.slot, delta.base) for delta in closing.commit.deltas] == [(1, 6), (1, 7)]
-    assert closing.recipe.factors == pytest.approx((0.8 / 1.8, 1 / 1.8))
-    assert (closing.commit.tokens, closing.commit.workers) == (1280, 1)
-    assert list(round_.after(closing.commit, 125.0).ledger.committed) == [(0, 0, 64)]
+    commit, parts, _ = round_.close(True, 3, 120.0)
+    assert [(delta.slot, delta.base) for delta in commit.deltas] == [(1, 6), (1, 7)]
+    assert [factor for _, factor in parts] == pytest.approx([0.8 / 1.8, 1 / 1.8])
+    assert (commit.tokens, commit.workers) == (1280, 1)
+    assert list(round_.after(commit, 125.0).ledger.committed) == [(0, 0, 64)]
 
 
 def test_a_round_does_not_wait_for_who_takes_longer_than_it_for_a_step():
@@ -225,13 +224,13 @@ def test_a_round_that_finds_its_version_bad_reverts_it_and_frees_its_samples():
     made_of = tuple(delta_of(s, attempt=2, norm=n) for s, n in ((1, 1.0), (4, 5.0)))
     round_ = opened(running=running, deltas=made_of)
     offered(round_, loss=9.0, samples=((0, 0, 128),))
-    assert round_.close(False, 3, 120.0).reverts == "", "the version before is not there"
-    closing = round_.close(True, 3, 120.0)
-    assert closing.reverts.startswith("the loss rose from 2.000 to 9.000")
-    assert (closing.recipe.base, closing.recipe.restore, closing.recipe.headers) == (7, 6, ())
+    assert round_.close(False, 3, 120.0)[2] == "", "the version before is not there"
+    commit, parts, reverts = round_.close(True, 3, 120.0)
+    assert reverts.startswith("the loss rose from 2.000 to 9.000")
+    assert (commit.version, commit.taken_back, parts) == (8, 7, [])
     told = {"taken_back": 7, "deltas": [], "samples": (), "workers": 2}
-    assert closing.commit.to_json().items() >= told.items()
-    later = round_.after(closing.commit, 125.0)
+    assert commit.to_json().items() >= told.items()
+    later = round_.after(commit, 125.0)
     assert list(later.ledger.free) == [(0, 0, 1000)]
     late = offered(later, samples=((0, 0, 128),))
     assert late.rule is Rule.TAKEN_BACK

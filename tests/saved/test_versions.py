@@ -170,10 +170,10 @@ def test_a_version_is_read_where_a_full_quota_refuses_its_folder_a_name(run, mon
 
 def as_often_as_it_takes(rounds: Rounds, accepted: list, wait=lambda: None) -> dict:
     """Commit as the master does."""
-    recipe, said = rounds.weigh(accepted)
+    following = rounds.weigh(accepted)
     while True:
         try:
-            return rounds.averager.commit(recipe, rounds.next(**said))
+            return rounds.averager.commit(*following)
         except OSError:
             wait()
 
@@ -231,8 +231,7 @@ def test_who_never_hears_of_its_link_throws_nothing_away(make_run, monkeypatch, 
             rounds.close(accepted)
         assert deaf == ["link"]
     if goes_on:  # as after a full disk
-        recipe, said = rounds.weigh(accepted)
-        assert rounds.averager.commit(recipe, rounds.next(**said)) is None
+        assert rounds.averager.commit(*rounds.weigh(accepted)) is None
     remove_drafts(rounds.run, rounds.run.commits.newest_version())
     rounds.new_master()
     assert rounds.version == 1

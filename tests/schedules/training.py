@@ -25,7 +25,7 @@ from elastic.base.errors import ElasticError, Fenced
 from elastic.local.master import averaging, journal, master, server
 from elastic.local.master.averaging import Averager
 from elastic.local.master.master import Master
-from elastic.local.master.recipe import Checked, Recipe
+from elastic.local.master.open_round import Checked, Part
 from elastic.local.rounds import Rule, refusal
 from elastic.local.store import Store
 from elastic.local.transport import Damaged
@@ -273,8 +273,8 @@ class MemoryAverager(Averager):
         whole = self.run.world.bytes.get(header.key) == header.fragments[0].xxh3
         return Checked(header, 1.0, None if whole else OTHER_BYTES)
 
-    def advance(self, recipe: Recipe, draft) -> list[dict]:
-        for header in recipe.headers:
+    def advance(self, commit: Commit, parts: list[Part], draft) -> list[dict]:
+        for header, _ in parts:
             if self.check(header).refused:
                 raise Damaged(header.key, Rule.ALTERED, "other bytes")
         self.run.world.edge("write a version")

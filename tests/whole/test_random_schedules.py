@@ -23,8 +23,7 @@ from elastic.local import rounds
 from elastic.local.master.averaging import Averager
 from elastic.local.master.intake import Intake
 from elastic.local.master.master import Master
-from elastic.local.master.open_round import OpenRound
-from elastic.local.master.recipe import Checked
+from elastic.local.master.open_round import Checked, OpenRound
 from elastic.local.master.samples import Samples
 from elastic.local.master.server import Server
 from elastic.local.rounds import Facts, Judgement, Rule, Verdict
@@ -361,9 +360,9 @@ def judges_what_is_ahead(self):
     REAL_TAKE_OFFERS(self)
 
 
-def loser_goes_on(self, recipe, commit):
-    won = REAL_COMMIT(self, recipe, commit)
-    return self.run.commits.of(recipe.base + 1) if won is None else won
+def loser_goes_on(self, commit, parts):
+    won = REAL_COMMIT(self, commit, parts)
+    return self.run.commits.of(commit.version) if won is None else won
 
 
 def replaces_the_commit(self, commit):
@@ -482,8 +481,10 @@ RARE = {
     "judge: any base": 1358, "refusal: committed samples": 189,
     "ledger: keeps what the lost held": 140,
     "master: never looks at the run again": 173, "commit: replaces one that is there": 173,
-    "commit: the loser goes on": 1331, "a dying pass leaves no note": 635,
-    "a cancelled job is taken for gone": 424,
+    "commit: the loser goes on": 1807, "ledger: keeps what is withdrawn": 92,
+    "master: takes silence for a loss": 90, "a dying pass leaves no note": 635,
+    "a cancelled job is taken for gone": 424, "a listing knows the youngest jobs": 70,
+    "a broken hold is waited for": 69, "a suspended job is gone": 66,
 }  # fmt: skip
 
 

@@ -68,12 +68,12 @@ def test_lost_bytes_and_full_disks_leave_the_next_try_the_same_bits(open_rounds)
     blocked = rounds.run.path / "versions"
     held = blocked.rename(blocked.with_name("held"))
     blocked.write_bytes(b"")
-    recipe, said = rounds.weigh([good])
+    following = rounds.weigh([good])
     with pytest.raises((OSError, ElasticError)):
-        rounds.averager.commit(recipe, rounds.next(**said))
+        rounds.averager.commit(*following)
     blocked.unlink()
     held.rename(blocked)
-    assert rounds.averager.commit(recipe, rounds.next(**said)).version == 1
+    assert rounds.averager.commit(*following).version == 1
     smooth.close([smooth.deliver(0, torch.full((SIZE,), 1.0), 10)])
     files = [[each["xxh3"] for each in one.run.commits.of(1).files] for one in (rounds, smooth)]
     assert files[0] == files[1]

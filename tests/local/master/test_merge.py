@@ -309,11 +309,11 @@ def test_the_result_is_bitwise_the_same_for_every_order_of_arrival(open_rounds):
     results = set()
     for order in itertools.permutations([late, *headers]):
         runs.new_master()
-        recipe, said = runs.weigh([runs.averager.check(header) for header in order])
-        draft = VersionDraft(runs.run, recipe.base + 1, "epoch2")
-        written = runs.averager.advance(recipe, draft)  # checksums of all files
+        commit, parts = runs.weigh([runs.averager.check(header) for header in order])
+        draft = VersionDraft(runs.run, commit.version, "epoch2")
+        written = runs.averager.advance(commit, parts, draft)  # checksums of all files
         state = torch.cat([runs.theta, runs.momentum])
-        results.add((state.numpy().tobytes(), str(said), str(written)))
+        results.add((state.numpy().tobytes(), str(commit), str(written)))
     assert len(results) == 1
 
 

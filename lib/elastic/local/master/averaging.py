@@ -26,7 +26,7 @@ import torch
 from elastic.base.config import Config
 from elastic.base.errors import TryAgain
 from elastic.local import rounds
-from elastic.local.master.recipe import Checked, Recipe
+from elastic.local.master.open_round import Checked, Part
 from elastic.local.rounds import Rule
 from elastic.local.transport import Damaged, Transport, fragment_name
 from elastic.run.estimate import THREADS
@@ -110,7 +110,7 @@ class Averager:
 
     # ---- when the round closes
 
-    def commit(self, recipe: Recipe, commit: Commit) -> Commit | None:
+    def commit(self, commit: Commit, parts: list[Part]) -> Commit | None:
         """Take every fragment one version further, write and link it. None if that version
         is committed already: by another master, or by a try whose answer was lost. Raises
         Damaged if a delta's bytes went bad meanwhile.
@@ -121,20 +121,20 @@ class Averager:
             return None
         draft = VersionDraft(self.run, commit.version, f"epoch{commit.master_epoch}")
         try:
-            return draft.commit(self.layout, self.advance(recipe, draft), commit)
+            return draft.commit(self.layout, self.advance(commit, parts, draft), commit)
         except Exception:
             draft.discard()
             raise
 
-    def advance(self, recipe: Recipe, draft: VersionDraft) -> list[dict]:
+    def advance(self, commit: Commit, parts: list[Part], draft: VersionDraft) -> list[dict]:
         """Write the next version into a draft; the entries of its files. After an error it
         may be called again, and begins with the base's files. Raises Damaged, TryAgain, and
         OSError, as of a full disk."""
-        if self._held != recipe.base:
-            self._hold(recipe.base)
+        if self._held != commit.version - 1:
+            self._hold(commit.version - 1)
         self._held = -1
-        files = self._all(lambda index: self._advance_one(index, recipe, draft))
-        self._held = recipe.base + 1
+        files = self._all(lambda index: self._advance_one(index, commit, parts, draft))
+        self._held = commit.version
         return sorted(sum(files, []), key=lambda entry: entry["path"])
 
     def _hold(self, version: int) -> None:
@@ -147,24 +147,25 @@ class Averager:
         found = read_exactly(self.run, self.run.commits.of(version), self.layout, index)
         self.params[index], self.momentum[index] = found
 
-    def _advance_one(self, index: int, recipe: Recipe, draft: VersionDraft) -> list[dict]:
-        if recipe.restore >= 0:
-            self._load(index, recipe.restore)
+    def _advance_one(self, index: int, commit: Commit, parts: list[Part], draft) -> list[dict]:
+        if commit.taken_back is not None:  # its momentum may hold what made that version bad
+            self._load(index, commit.taken_back - 1)
             self.momentum[index].zero_()
         else:
-            params, terms = self.params[index], self._terms(index, recipe)
+            params, terms = self.params[index], self._terms(index, commit.version - 1, parts)
             mean = self._buffer("mean", params.numel(), torch.float32)
             if self.layout.has_buffers(index):  # the mean of what the workers have
                 params.sub_(merge.mean_delta(params, terms, 1.0, mean))
             else:
                 merge.mean_delta(params, terms, self.config.local_sgd.reanchor, mean)
-                merge.outer_step(params, self.momentum[index], mean, recipe.lr, recipe.momentum)
+                mu = commit.outer_momentum
+                merge.outer_step(params, self.momentum[index], mean, commit.outer_lr, mu)
         return draft.write_fragment(self.layout, index, self.params[index], self.momentum[index])
 
-    def _terms(self, index: int, recipe: Recipe) -> Iterator[merge.Term]:
+    def _terms(self, index: int, newest: int, parts: list[Part]) -> Iterator[merge.Term]:
         anchors: dict[int, torch.Tensor] = {}  # by version
-        for header, factor in zip(recipe.headers, recipe.factors, strict=True):
-            if header.base < recipe.base and header.base not in anchors:
+        for header, factor in parts:
+            if header.base < newest and header.base not in anchors:
                 base = self.run.commits.of(header.base)
                 # Not as published: late deltas would pull the parameters towards bf16's values.
                 anchors[header.base], _ = read_exactly(self.run, base, self.layout, index)

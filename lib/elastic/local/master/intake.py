@@ -97,9 +97,8 @@ class Intake:
     def forget_pass(self, owner: Owner) -> None:
         """Let the round wait again for a worker that had nothing to give and now has
         samples. If it does not train after all it finds its offer gone, and offers again."""
-        if self.round.has_passed(owner):
+        if self.round.forget_pass(owner):
             self.server.store.drop_offers(self.round.version, [f"{owner[0]}:{owner[1]}"])
-            self.round.forget_pass(owner)
 
     def meet(self) -> None:
         """Drop the offers of deltas that are merged by now, which a new server may have, and
@@ -108,8 +107,9 @@ class Intake:
         run, newest = self.server.run, self.round.version
         versions = range(max(0, newest - self.round.facts.max_staleness), newest + 1)
         merged = {  # but sync mode's, which have no base
-            (delta.base, f"{delta.slot}:{delta.attempt}") for version in versions
-            for delta in run.commits.of(version).deltas if delta.base is not None
+            (delta.base, f"{delta.slot}:{delta.attempt}")
+            for commit in run.commits.all(versions[0], newest)
+            for delta in commit.deltas if delta.base is not None
         }  # fmt: skip
         for base, name in merged:
             self.server.store.drop_offers(base, [name])

@@ -41,12 +41,12 @@ class Journal:
                 return write(*args)
             except OSError as error:
                 self.run.event("disk", reason=f"not written: {error.strerror}")
-                self.wait_for_space(error)
+                self.wait_for_space(f"waiting to write to {self.run.path}: {error.strerror}")
 
-    def wait_for_space(self, failed: OSError | None = None) -> None:
-        """Return when there is space. `failed`: the error of a write that found none,
-        though the filesystem may say that there is (a quota). Raises Leaving at a notice."""
-        self.look_for_space(failed)
+    def wait_for_space(self, refused: str = "") -> None:
+        """Return when there is space. `refused`: what a write has found, though the filesystem
+        may say that there is some (a quota). Raises Leaving at a notice."""
+        self.reason = self.run.shortage(self.least_bytes) or refused
         while self.reason:
             if self.notice:
                 raise Leaving(f"notice: {self.notice.signal_name}, while {self.reason}")
@@ -55,8 +55,6 @@ class Journal:
             time.sleep(STUCK_S)
             self.look_for_space()
 
-    def look_for_space(self, failed: OSError | None = None) -> None:
+    def look_for_space(self) -> None:
         """Note in `reason` why nothing can be written, or ""."""
         self.reason = self.run.shortage(self.least_bytes)
-        if failed and not self.reason:
-            self.reason = f"waiting to write to {self.run.path}: {failed.strerror}"

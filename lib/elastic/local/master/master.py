@@ -314,11 +314,11 @@ class Master:
         intake, round_ = self.intake, self.intake.round
         before = self.run.version_path(round_.version - 1)
         can_revert = self.state == "running" and exists(before)
-        closing = round_.close(can_revert, self.epoch, round(self.server.now(), 3))
+        commit, parts, reverts = round_.close(can_revert, self.epoch, round(self.server.now(), 3))
         self.journal.wait_for_space()
         self.fence()
         try:
-            commit = self.journal.written(self.averager.commit, closing.recipe, closing.commit)
+            commit = self.journal.written(self.averager.commit, commit, parts)
         except Damaged as error:
             intake.withdraw(error.key, error.why)
             return
@@ -329,10 +329,10 @@ class Master:
             self.fence()
             self._start_over()
             return
-        self._after_commit(commit, closing.reverts or why)
-        if closing.reverts:
+        self._after_commit(commit, reverts or why)
+        if reverts:
             # The next round refuses the deltas that were made on it, and tells their workers.
-            self.run.event("taken-back", version=commit.taken_back, reason=closing.reverts)
+            self.run.event("taken-back", version=commit.taken_back, reason=reverts)
 
     def _after_commit(self, commit: Commit, reason: str) -> None:
         """Open the next round, then announce: the commit stands, also without Redis."""

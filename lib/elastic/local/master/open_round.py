@@ -5,7 +5,7 @@
     accept     its bytes are good, too
     forget     as if the delta had never come
     decide     wait, call or close?
-    close      the recipe of the next version, and what its commit says
+    close      the commit of the next version, and the deltas that it is made of
     after      the round on top of that version
 
 It moves samples in the run's ledger as it judges. Of what it has learned only the ledger
@@ -14,26 +14,60 @@ and the paces of workers are handed on to the next round.
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 
 from elastic.local import rounds
-from elastic.local.master import recipe
-from elastic.local.master.recipe import Checked, Recipe
-from elastic.local.rounds import Facts, Judgement, Move, Rule, Running, Verdict
+from elastic.local.rounds import Facts, Judgement, Move, Moved, Rule, Running, Verdict
 from elastic.run.ledger import Key, Ledger, Owner, count
 from elastic.run.membership import Slot
 from elastic.run.records import Commit, Delta, Header
 
+UNTOLD = ("run", "layout", "fragments")  # in a commit, of a delta's header
+
 
 @dataclass(frozen=True)
-class Closing:
-    """How a round ends: the recipe of the next version, and its commit, but for the files.
-    `reverts`: why the newest version is reverted, else ""."""
+class Checked:
+    """A delta whose bytes were read once: what was measured of them, or why it is
+    refused."""
 
-    recipe: Recipe
-    commit: Commit
-    reverts: str = ""
+    header: Header
+    norm: float = 0.0
+    refused: Judgement | None = None
+    arrived: float = 0.0  # Redis TIME
+
+    @property
+    def moved(self) -> Moved:
+        return Moved(self.norm, self.header.steps, self.header.lr_sum)
+
+    @property
+    def delta(self) -> Delta:
+        """What the commit says of it."""
+        told = {name: it for name, it in vars(self.header).items() if name not in UNTOLD}
+        return Delta(**told, norm=self.norm, delivered=round(self.arrived, 3))
+
+
+Part = tuple[Header, float]  # a delta, and the factor by which it is in the mean
+
+
+def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[list[Part], dict]:
+    """How deltas become the version after `commit`, and what its commit says of that; in which
+    order they came does not matter."""
+    deltas = sorted(deltas, key=lambda checked: checked.header.key)
+    headers, moves = [each.header for each in deltas], [each.moved for each in deltas]
+    base, running = commit.version, Running.of(commit)
+    shares = rounds.weights_and_clips(headers, moves, base, settings.clip_norm, running.reach)
+    total = sum(weight for weight, _ in shares)
+    factors = [weight * clip / total for weight, clip in shares]
+    steps = rounds.inner_steps(commit, settings)
+    momentum = rounds.momentum(steps, [weight / total for weight, _ in shares], settings)
+    return list(zip(headers, factors, strict=True)), {
+        "outer_lr": rounds.outer_lr(momentum, total, running, settings),
+        "outer_momentum": momentum, "inner_steps": steps,
+        "clipped": sum(clip < 1 for _, clip in shares),
+        "running": asdict(running.after(moves, total, rounds.round_loss(headers, base))),
+        "bytes": sum(part.bytes for header in headers for part in header.fragments),
+    }  # fmt: skip
 
 
 @dataclass
@@ -119,13 +153,12 @@ class OpenRound:
         if not self.accepted:
             self.called = None
 
-    def has_passed(self, owner: Owner) -> bool:
-        """Has a worker answered that it has nothing to give?"""
+    def forget_pass(self, owner: Owner) -> bool:
+        """Forget that a worker has answered that it has nothing to give. False: it has not."""
         key = (*owner, self.version)
-        return key in self.answered and key not in self.judged
-
-    def forget_pass(self, owner: Owner) -> None:
-        self._unanswer((*owner, self.version))
+        if has_passed := key in self.answered and key not in self.judged:
+            self._unanswer(key)
+        return has_passed
 
     def _unanswer(self, key: Key) -> None:
         self.answered.discard(key)
@@ -183,22 +216,22 @@ class OpenRound:
             self.called = now
         return move, reason
 
-    def close(self, can_revert: bool, epoch: int, now: float) -> Closing:
-        """End the round as the master of `epoch`. `can_revert`: the version before the
-        newest is still there."""
+    def close(self, can_revert: bool, epoch: int, now: float) -> tuple[Commit, list[Part], str]:
+        """End the round as the master of `epoch`: the commit of the next version, but for its
+        files, the deltas in it, and why it reverts the newest version instead, else "".
+        `can_revert`: the version before the newest is still there."""
         deltas = [self.accepted[key] for key in sorted(self.accepted)]
-        headers = tuple(checked.header for checked in deltas)
-        loss = rounds.round_loss(headers, self.version)
-        reverts = ""
+        loss = rounds.round_loss([checked.header for checked in deltas], self.version)
+        running, reverts, parts = Running.of(self.commit), "", []
         if can_revert and self.commit.deltas:  # only what deltas have made can be bad
-            reverts = rounds.canary(loss, Running.of(self.commit), self.settings.canary)
-        if reverts:
-            how, said = recipe.reverted(self.commit)
-            commit = replace(self._following((), epoch, now), **said)
-            return Closing(how, commit, reverts)
-        how, said = recipe.merged(deltas, self.commit, self.settings)
+            reverts = rounds.canary(loss, running, self.settings.canary)
+        if reverts:  # there is no loss to compare the next round's with
+            said = {"taken_back": self.version, "running": asdict(replace(running, loss=0.0))}
+            deltas, said = [], said | {"bytes": 0}
+        else:
+            parts, said = merged(deltas, self.commit, self.settings)
         commit = self._following(tuple(checked.delta for checked in deltas), epoch, now)
-        return Closing(how, replace(commit, **said))
+        return replace(commit, **said), parts, reverts
 
     def _following(self, deltas: tuple[Delta, ...], epoch: int, now: float) -> Commit:
         """The commit of the next version, with these deltas in it."""
