@@ -18,7 +18,7 @@ from elastic.local.rounds import Moved, Running
 from elastic.run.records import Header
 from elastic.saved import merge
 from elastic.saved.layout import Layout
-from elastic.train.schedule import learning_rate
+from elastic.train.schedule import share_of_peak
 from helpers import commit_of
 from merging import Outer
 
@@ -126,7 +126,8 @@ class Run:
         steps = self.draw.randint(1, most) if self.world.swinging else most
         cap = most * BATCH * self.present
         at = [self.samples + min(i * BATCH * self.present, cap) for i in range(steps)]
-        rates = [learning_rate(tokens, self.total, self.settings) for tokens in at]
+        peak = self.settings.learning_rate
+        rates = [peak * share_of_peak(tokens / self.total, self.settings) for tokens in at]
         delta, loss = worker.train(self.outer.params[0], rates)
         if is_faulty:
             delta = self.world.fault(delta)

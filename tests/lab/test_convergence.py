@@ -16,7 +16,7 @@ from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.saved.versions import remove_drafts
 from elastic.train.optimizers import default_optimizer
-from elastic.train.schedule import learning_rate
+from elastic.train.schedule import share_of_peak
 from merging import Rounds
 from validate import report, rig
 from validate.noisy_task import Noisy
@@ -97,7 +97,8 @@ def test_one_worker_in_one_round_is_plain_training(make_config):
     optimizer, dataset = default_optimizer(model, config.train), Noisy(TASK).dataset()
     for step in range(40):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(4 * step, SAMPLES, config.train)
+            share = share_of_peak(4 * step / SAMPLES, config.train)
+            group["lr"] = config.train.learning_rate * share
         batch = default_collate([dataset[order[i]] for i in range(4 * step, 4 * step + 4)])
         Noisy(TASK).loss(model, batch).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip)

@@ -12,6 +12,8 @@ import os
 import subprocess
 import time
 from contextlib import nullcontext
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -261,20 +263,39 @@ def test_bytes_are_durable_before_the_commit_points_to_them(run, monkeypatch):
 @pytest.mark.parametrize("name", ["step-00000001", ".step-00000001.job1"])
 def test_a_filesystem_that_is_silent_at_a_commit_is_a_disk_that_refuses(run, monkeypatch, name):
     """It was an error that ends the run, even where the record was linked already."""
-    stat, written = os.stat, run.path / "checkpoints/.step-00000001.job1/.metadata"
+    written = run.path / "checkpoints/.step-00000001.job1/.metadata"
 
-    def silent(path, *args, **how):
-        if Path(str(path)).name == name and os.access(written, os.F_OK):
+    def silent(real, asked, path, *args, **how):
+        if asked(Path(str(path))).name == name and os.access(written, os.F_OK):
             raise OSError(errno.ESTALE, "Stale file handle")
-        return stat(path, *args, **how)
+        return real(path, *args, **how)
 
     monkeypatch.setattr(durable, "AGAIN_S", ())
     is_linked = name[0] != "."
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", silent)
+        patch.setattr(os, "stat", partial(silent, os.stat, Path))
+        patch.setattr(os, "open", partial(silent, os.open, attrgetter("parent")))
         with nullcontext() if is_linked else pytest.raises(OSError, match="Stale file handle"):
             save(run, 1)
     assert steps(run) == [1] * is_linked
+    assert save(run, 1)
+    assert load(run)[0].step == 1
+
+
+def test_a_draft_that_another_attempt_has_swept_away_is_not_committed(run, monkeypatch):
+    """Its last file made the folder anew: a record stood for a checkpoint without tensors."""
+    real, swept = os.open, []
+
+    def sweep_first(path, *args, **how):
+        if Path(str(path)).name == "extra.json" and not swept:
+            net, optimizer = trained(0)
+            swept.append(Checkpoints(run, Group(), "job2").load(net, optimizer))
+        return real(path, *args, **how)
+
+    monkeypatch.setattr(os, "open", sweep_first)
+    with pytest.raises(OSError, match="No such file"):
+        save(run, 1)
+    assert (len(swept), steps(run)) == (1, [])
     assert save(run, 1)
     assert load(run)[0].step == 1
 
@@ -300,6 +321,7 @@ def test_a_file_that_cannot_be_read_now_is_waited_for(run, monkeypatch, name):
     save(run, 1)
     save(run, 2)
     monkeypatch.setattr(durable, "AGAIN_S", (0.0,))
+    monkeypatch.setattr(durable, "STUCK_S", 0.0)
     fails = [errno.EIO] * 7
     for opening in ("stat", "open"):
         real = getattr(os, opening)
@@ -381,7 +403,7 @@ def test_a_damaged_file_is_skipped_with_a_reason_and_never_read(
     saved, (reason,) = load(run)
     assert saved.step == 1
     assert reason.startswith(f"step 2: {words}{path}")
-    assert opened == [run.path / saved.path]
+    assert opened == [run.path / "checkpoints/step-00000001"]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "extra.json"])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, strategies as st
 
-from elastic.train.schedule import WARMUP_START, learning_rate
+from elastic.train.schedule import WARMUP_START, share_of_peak
 
 TOTAL = 1_000_000
 
@@ -39,18 +39,17 @@ def settings(schedule="wsd", **changes) -> SimpleNamespace:
     ],
 )
 def test_the_rate_at_the_corners_of_each_schedule(schedule, tokens, share):
-    assert learning_rate(tokens, TOTAL, settings(schedule)) == pytest.approx(0.004 * share)
+    assert share_of_peak(tokens / TOTAL, settings(schedule)) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("schedule", ["wsd", "cosine", "constant"])
 def test_the_rate_keeps_its_final_value_beyond_the_last_token(schedule):
-    end = learning_rate(TOTAL, TOTAL, settings(schedule))
-    assert learning_rate(3 * TOTAL, TOTAL, settings(schedule)) == end
+    assert share_of_peak(3.0, settings(schedule)) == share_of_peak(1.0, settings(schedule))
 
 
 @pytest.mark.parametrize("schedule", ["wsd", "cosine", "constant"])
 def test_without_warmup_the_first_step_has_the_full_rate(schedule):
-    assert learning_rate(0, TOTAL, settings(schedule, warmup_fraction=0.0)) == 0.004
+    assert share_of_peak(0.0, settings(schedule, warmup_fraction=0.0)) == 1.0
 
 
 fractions = st.floats(0, 1)
@@ -63,7 +62,7 @@ def test_any_fractions_give_a_rate_that_rises_to_its_top_and_then_falls(
     chosen = settings(
         schedule, warmup_fraction=warmup, decay_fraction=decay, final_lr_fraction=final
     )
-    rates = [learning_rate(tokens, TOTAL, chosen) for tokens in range(0, TOTAL + 1, 10_000)]
+    rates = [share_of_peak(tokens / TOTAL, chosen) for tokens in range(0, TOTAL + 1, 10_000)]
     top = rates.index(max(rates))
     assert rates == sorted(rates[:top]) + sorted(rates[top:], reverse=True)
-    assert all(0 <= rate <= 0.004 for rate in rates)
+    assert all(0 <= rate <= 1 for rate in rates)

@@ -39,7 +39,7 @@ from elastic.saved.replica import Replica, shapes
 from elastic.train.device import choose_device, seed_by
 from elastic.train.group import Group
 from elastic.train.optimizers import optimizer_of
-from elastic.train.schedule import learning_rate
+from elastic.train.schedule import share_of_peak
 from elastic.train.task import count_tokens
 from helpers import commit_of
 from merging import Outer, decoded, read_outer, step
@@ -292,7 +292,7 @@ class Simulator:
         train, workers = self.config.train, max(1, version.workers)
         round_samples = version.steps * train.batch_size * workers
         now = version.tokens + min(tokens * workers, round_samples * self._sample_tokens)
-        return learning_rate(now, self.total_tokens, train) / train.learning_rate
+        return share_of_peak(now / self.total_tokens, train)
 
     def delta(self, work: Merged, index: int) -> torch.Tensor:
         """base - local of a fragment, when the round's steps are done."""

@@ -333,12 +333,12 @@ def live(run: RunDir, slot: int) -> None:
     training = agent.Training([SimpleNamespace(pid=1)], -1)
     one.beat(training)
     with learner(run, slot, one.program.attempt, notice) as sgd:
-        for x, y in sgd.batches(Samples(SAMPLES, -1)):
+        for step, (x, y) in enumerate(sgd.batches(Samples(SAMPLES, -1)), 1):
             loss = nn.functional.mse_loss(sgd.model(x).squeeze(-1), y)
             loss.backward()
             sgd.optimizer.each[0].step()
             sgd.step(loss)
-            if sgd.steps == STEPS:
+            if step == STEPS:
                 notice.arrived(SIGTERM)
     assert sgd.outcome == "yielded"
     training.report |= {"state": "delivering", "steps_total": STEPS}

@@ -188,12 +188,9 @@ class Ledger:
         """The delta is in a committed version."""
         self.committed.add(self.offered.pop(key))
 
-    def give_back(self, owner: Owner) -> int:
-        """`owner` is gone: what it held is free again. Returns how many samples that
-        were."""
-        ranges = self.held.pop(owner, Ranges())
-        self.free.add(ranges)
-        return len(ranges)
+    def give_back(self, owner: Owner) -> None:
+        """`owner` is gone: what it held is free again."""
+        self.free.add(self.held.pop(owner, ()))
 
     def _legal(self, each: Range) -> bool:
         epoch, start, stop = each

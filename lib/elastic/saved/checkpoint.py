@@ -64,11 +64,6 @@ class Saved:
     extra: dict  # as it was given to save()
     files: tuple[File, ...]
 
-    @property
-    def path(self) -> Path:
-        """Its folder in the run directory."""
-        return Path("checkpoints", f"step-{self.step:08d}")
-
 
 @dataclass
 class _Flight:
@@ -178,7 +173,7 @@ class Checkpoints:
     def _open(self, step: int, extra: dict) -> _Flight | None:
         """A draft, for all ranks at the same time; None if the step is committed."""
         since = time.monotonic()
-        draft = Draft(_final_path(self._run, step), _record_path(self._run, step), self._writer)
+        draft = Draft(_final_path(self._run, step), record_path(self._run, step), self._writer)
         if not self._group.decide(lambda: self._draft_unless_committed(step, draft)):
             return None
         commit = functools.partial(self._commit, draft, step, extra)
@@ -370,7 +365,7 @@ def _check_sharding(name: str, param: torch.Tensor, state: dict) -> None:
 
 def reader_of(run: RunDir, saved: Saved) -> storage.Reader:
     """The reader of a checkpoint that `find_newest` has found."""
-    return storage.Reader(place(run.path / saved.path, saved.writer))
+    return storage.Reader(place(_final_path(run, saved.step), saved.writer))
 
 
 def _prefixes(names) -> set[str]:
@@ -388,14 +383,14 @@ def steps(run: RunDir, kind: str = CHECKPOINT) -> list[int]:
 
 def size_bytes(run: RunDir, step: int) -> int:
     """The bytes of a committed checkpoint; 0 if there is none of this step."""
-    record = durable.read_json(_record_path(run, step)) or {}
+    record = durable.read_json(record_path(run, step)) or {}
     return sum(entry["bytes"] for entry in record.get("files", ()))
 
 
 def _damage(run: RunDir, saved: Saved, files: Sequence[dict]) -> str:
     """What is wrong with one of these `files` of a checkpoint, else "". TryAgain if the
     filesystem does not say: that is no damage."""
-    folder = place(run.path / saved.path, saved.writer)
+    folder = place(_final_path(run, saved.step), saved.writer)
     reasons = (durable.damage(folder / Path(entry["path"]).name, entry) for entry in files)
     return next(filter(None, reasons), "")
 
@@ -403,7 +398,7 @@ def _damage(run: RunDir, saved: Saved, files: Sequence[dict]) -> str:
 def _read(run: RunDir, step: int) -> tuple[Saved | None, str]:
     """A checkpoint by its record, if that can be relied on; what is wrong with the record,
     else "". TryAgain if the filesystem does not say."""
-    path = _record_path(run, step)
+    path = record_path(run, step)
     try:
         record = durable.read_json(path)
         if record is None:
@@ -439,12 +434,13 @@ def _drop_drafts(run: RunDir, newest: int) -> None:
         saved, _ = _read(run, step)
         if saved:
             settle(_final_path(run, step), saved.writer)
-        if step < newest and (saved or not _record_path(run, step).exists()):
+        # By the folder: this node may remember a name that was not there.
+        if step < newest and (saved or step not in steps(run)):
             drop(path)
 
 
 def _remove(run: RunDir, step: int) -> None:
-    _record_path(run, step).unlink(missing_ok=True)  # first: a record's files are all there
+    record_path(run, step).unlink(missing_ok=True)  # first: a record's files are all there
     remove(_final_path(run, step))
 
 
@@ -456,5 +452,5 @@ def _final_path(run: RunDir, step: int) -> Path:
     return _folder(run) / f"step-{step:08d}"
 
 
-def _record_path(run: RunDir, step: int) -> Path:
+def record_path(run: RunDir, step: int) -> Path:
     return _folder(run) / f"step-{step:08d}.json"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from elastic.base.durable import draft_of, exists, make_folder, own, read_json, sync_path
+from elastic.base.durable import draft_of, exists, own, read_json, sync_path
 from elastic.base.errors import ElasticError, TryAgain
 
 
@@ -32,7 +32,6 @@ class Draft:
 
     def write(self, name: str, *parts: bytes | memoryview) -> dict:
         """Write a file, durably; returns its entry for the record."""
-        make_folder(self.folder)
         with Measured(self.folder / name) as file:
             for part in parts:
                 file.write(part)

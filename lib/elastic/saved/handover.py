@@ -18,7 +18,7 @@ from torch import nn
 from elastic.run.records import Checkpoint, Commit, as_commit
 from elastic.run.rundir import RunDir
 from elastic.run.sound import typed
-from elastic.saved.checkpoint import find_newest, read_params, reader_of
+from elastic.saved.checkpoint import find_newest, read_params, reader_of, record_path
 from elastic.saved.replica import Replica, refuse_other
 from elastic.saved.versions import VersionDraft, read_exactly, read_layout
 from elastic.train.group import Group
@@ -45,7 +45,7 @@ def to_local(run: RunDir, commit: Commit, epoch: int) -> tuple[Commit, list[str]
     saved, refused, _ = find_newest(run, Group(), commit.version)
     if not saved:
         return commit, refused
-    trained = typed(Checkpoint, run.path / f"{saved.path}.json", as_commit(asdict(saved)))
+    trained = typed(Checkpoint, record_path(run, saved.step), as_commit(asdict(saved)))
     if not trained.samples:
         return commit, refused
     layout, files = read_layout(run, commit.version), []

@@ -113,9 +113,9 @@ def choose(run: RunDir, slot: int, version: int, max_age: int) -> tuple[Pointer 
     return (own, f"own of version {own.version}") if own.version >= oldest else (None, "fresh")
 
 
-def load(run: RunDir, pointer: Pointer, optimizers: Sequence[Optimizer], rank: int) -> str:
+def load(run: RunDir, pointer: Pointer, optimizers: Sequence, rank: int, world: int = 1) -> str:
     """Set the optimizers' state. Returns why it could not be used; empty if it was."""
-    if rank >= len(pointer.files):
+    if len(pointer.files) != world:
         return f"it was saved by {len(pointer.files)} ranks"
     entry = pointer.files[rank]
     path = run.path / "slots" / f"{pointer.slot:04d}" / entry["name"]
@@ -179,17 +179,13 @@ def _unpack(packed: object, tensors: dict, param: torch.Tensor) -> object:
         return packed
     [(kind, held)] = packed.items()
     if kind in ("tensor", "sharded"):
-        return _sharded_like(param, tensors[held]) if kind == "sharded" else tensors[held]
+        value = tensors[held]
+        on_device = value.to(own_part(param).device)
+        return sharded_like(param, on_device) if kind == "sharded" else value
     if kind == "dict":
         return {key: _unpack(item, tensors, param) for key, item in held}
     values = [_unpack(item, tensors, param) for item in held]
     return tuple(values) if kind == "tuple" else values
-
-
-def _sharded_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if not is_sharded(param):
-        raise ValueError("it is a shard's, and this model is whole")
-    return sharded_like(param, value.to(own_part(param).device))
 
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:

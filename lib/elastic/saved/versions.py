@@ -40,6 +40,11 @@ class VersionDraft(drafts.Draft):
         self._run, self._version = run, version
         self.discard()
 
+    def write(self, name: str, *parts: bytes | memoryview) -> dict:
+        # It may have been swept away, where another writer was first: this one loses later.
+        durable.make_folder(self.folder)
+        return super().write(name, *parts)
+
     def write_fragment(
         self, layout: Layout, index: int, params: torch.Tensor, momentum: torch.Tensor
     ) -> list[dict]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TextIO
 
 from elastic.base import proc
-from elastic.base.durable import log_what_fits, patiently
+from elastic.base.durable import log_what_fits, patiently, until_written
 from elastic.base.environment import elastic_home, env, torch_program
 from elastic.base.errors import ElasticError, Exit, TryAgain
 from elastic.base.network import bind_address, free_port, node_name
@@ -113,7 +113,8 @@ class Launcher:
                     notice=self.notice.signal_name, is_own=bool(self.config.run.command),
                     fenced_by=newest if newest > self.program.attempt else 0)  # fmt: skip
         if end.outcome == Outcome.DONE and not self.run.done():
-            self.run.mark_done({"reason": "run.command has ended", "time": time.time()})
+            done = {"reason": "run.command has ended", "time": time.time()}
+            until_written(lambda: self.run.mark_done(done), self.notice.__bool__)
             self.run.event("done", reason="run.command has ended")
         has_crashed = end.outcome == Outcome.CRASHED
         return self._after_crash(end, ranks, before) if has_crashed else end

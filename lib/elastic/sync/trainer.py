@@ -48,7 +48,7 @@ from elastic.train.group import Group, clip_gradients
 from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, require_gpu
 from elastic.train.inner_optimizer import InnerOptimizer, Probe
 from elastic.train.optimizers import optimizer_of
-from elastic.train.schedule import learning_rate
+from elastic.train.schedule import share_of_peak
 from elastic.train.task import Interrupted, count_tokens, load_task, score
 
 PROGRESS_S = 1.0
@@ -155,7 +155,7 @@ class Trainer:
         elif not saved:
             device.set_initial_values(self.learner.task, self.learner.model)
         at = "" if saved else f"version {version}" if version else "the beginning"
-        where = at or f"step {self.state.step} from {saved.path.name}"
+        where = at or f"step {self.state.step}"
         self.probe.placed(self.state.step)
         self.saving.begin_at(self.state.step)
         rank.say(f"{rank.group.world} ranks, attempt {rank.attempt}: goes on at {where}")
@@ -230,10 +230,9 @@ class Trainer:
     def _prepare_step(self) -> None:
         """Learning rate and random numbers: functions of where the run is, not of how it
         came."""
-        state, train = self.state, self.train
-        total = self.batches.total_tokens(state.tokens)
-        rate = learning_rate(state.tokens, total, train) * self._ramp()
-        self.learner.rates.set_rates(rate / train.learning_rate)
+        state = self.state
+        progress = state.tokens / self.batches.total_tokens(state.tokens)
+        self.learner.rates.set_rates(share_of_peak(progress, self.train) * self._ramp())
         device.seed_by(f"{self.rank.config.run.seed}/{state.step}/{self.rank.group.rank}")
 
     def _ramp(self) -> float:

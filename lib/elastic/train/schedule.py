@@ -23,12 +23,11 @@ def peak(group: dict) -> float:
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 
-def learning_rate(tokens: int, total_tokens: int, settings) -> float:
-    """The learning rate at `tokens` of `total_tokens`; stays at its final value beyond
-    the end."""
-    progress = min(max(tokens / total_tokens, 0.0), 1.0)
-    factor = min(_rise(progress, settings), _fall(progress, settings))
-    return settings.learning_rate * factor
+def share_of_peak(progress: float, settings) -> float:
+    """The learning rate where `progress` (1: all) of the run's tokens are trained, as a share of
+    its peak; it stays at its final value beyond the end."""
+    progress = min(max(progress, 0.0), 1.0)
+    return min(_rise(progress, settings), _fall(progress, settings))
 
 
 def _rise(progress: float, settings) -> float:

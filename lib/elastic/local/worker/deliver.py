@@ -62,7 +62,6 @@ class Delivery:
         reason = f"{rounds.Rule.NON_FINITE}: its own delta"
         self._line.event("reject", reason=reason, base=done.base)
         self._hand.queue = done.samples + self._hand.queue
-        self.exchange.replica.restore()
         self._moments.forget()
         self._hand.void("were no good")
         return None

@@ -160,10 +160,9 @@ class Line(RankLine):
         self._said_at = 0.0
         self._moves = 0
         self._warned: set[str] = set()
-        self._watcher = threading.Thread(target=self._watch, daemon=True, name="line")
 
     def open(self) -> None:
-        self._watcher.start()
+        threading.Thread(target=self._watch, daemon=True, name="line").start()
 
     def close(self) -> None:
         self._closed.set()

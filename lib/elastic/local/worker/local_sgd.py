@@ -100,11 +100,6 @@ class LocalSGD:
         return self.config.train.accumulate
 
     @property
-    def steps(self) -> int:
-        """Inner steps of the open round so far."""
-        return self._hand.round.steps
-
-    @property
     def progress(self) -> float:
         """How much of the run is trained, from 0 to 1, as far as this worker can tell: before
         the first batch, nothing."""
@@ -243,11 +238,10 @@ class LocalSGD:
         # padding counts as one token: a delta without tokens would be none.
         tokens = max(1, round(tokens * hand.round.pending / self.config.step_samples))
         hand.count(loss, tokens, rate, time.monotonic())
-        self._moments.step()
         self.line.warn(self.optimizer.contested())
         self._adoption.probe.check(self.optimizer.each)
         self.line.say(
-            state="training", version=hand.round.base, step=self.steps,
+            state="training", version=hand.round.base, step=hand.round.steps,
             loss=loss if losses else hand.round.mean_loss, steps_total=hand.steps_total,
             step_s=round(hand.step_s, 3), tokens_per_s=round(hand.tokens_per_s, 1),
         )  # fmt: skip

@@ -16,7 +16,7 @@ from elastic.run.records import restored
 from elastic.saved import inner_state
 from elastic.saved.inner_state import Entry, Pointer
 from elastic.train.inner_optimizer import InnerOptimizer
-from elastic.train.schedule import learning_rate
+from elastic.train.schedule import share_of_peak
 
 
 class Moments:
@@ -32,18 +32,14 @@ class Moments:
 
     def set_rates(self) -> None:
         """The learning rates of the next step."""
-        settings = self._config.train
         if not self._optimizer.sets_rates:
             return
-        scale = learning_rate(self._hand.progress, 1.0, settings) / settings.learning_rate
+        scale = share_of_peak(self._hand.progress, self._config.train)
         if self._ramp:
             most = self._config.local_sgd.join_ramp
             scale *= (most - self._ramp + 1) / most
+            self._ramp -= 1
         self._optimizer.set_rates(scale)
-
-    def step(self) -> None:
-        """An inner step is done."""
-        self._ramp = max(0, self._ramp - 1)
 
     def forget(self) -> None:
         """Begin anew, with a ramp."""
@@ -72,7 +68,8 @@ class Moments:
 
     def _load(self, pointer: Pointer) -> str:
         """Load the state on every rank. Why a rank could not; "" if all could."""
-        refused = inner_state.load(self._line.run, pointer, self._optimizer.each, self._group.rank)
+        rank = (self._group.rank, self._group.world)
+        refused = inner_state.load(self._line.run, pointer, self._optimizer.each, *rank)
         return next(filter(None, self._group.gather(refused)), "")
 
     def save_if_due(self) -> None:
