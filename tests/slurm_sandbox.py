@@ -9,6 +9,7 @@ fail.
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -166,7 +167,7 @@ class Site(Sandbox):
 
     def _start_accounting(self, paths: dict[str, str]) -> None:
         password = os.urandom(16).hex()
-        is_local = "NoInAddrAny" in self.conf.read_text()  # as slurm.conf has it
+        is_local = re.search("(?m)^Comm.*NoInAddrAny", self.conf.read_text())
         only = "CommunicationParameters=NoInAddrAny" if is_local else ""
         self._fill("slurmdbd.conf", PASSWORD=password, PORT=self.database_port, ONLY=only)
         self._fill("mariadb.sql", PASSWORD=password)

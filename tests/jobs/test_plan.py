@@ -597,6 +597,14 @@ def sync_world(*jobs, ended=(), growth=0):
     return World(0, Memory(0.0, jobs=jobs, ended=ended, mode="sync"), mode="sync", growth=growth)
 
 
+def test_what_a_job_follows_is_not_the_successor_that_went_with_its_predecessor():
+    """The reason of a crashed run's next job was "cancelled", and the crash was told nowhere."""
+    crash = Ended("1", "trainer", 0, "failed", NOW - 90, reason="no shard", started_at=NOW - 900)
+    successor = Ended("2", "trainer", 0, "cancelled", NOW - 60, reason="cancelled")
+    (action,) = plan(sync_world(ended=(crash, successor)), NOW)
+    assert (action.verb, action.reason) == (SUBMIT, "job 1 failed: no shard")
+
+
 def test_behind_a_trainer_at_work_one_successor_waits_in_the_queue():
     (action,) = plan(sync_world(trainer()), NOW)
     assert (action.verb, action.reason) == (SUBMIT, "to follow job 1 at once")

@@ -144,7 +144,7 @@ def test_the_first_pass_submits_the_master_and_all_workers_and_the_second_is_sil
 ):
     report = again()
     assert did(report) == [("submit", "master", 0), *(("submit", "worker", s) for s in range(4))]
-    assert report.lines()[0] == "run-a: submit master 0 job 100: first start"
+    assert report.lines()[0] == "run-a: submit master 0 job 100: no job is there"
     assert kinds(run) == ["submit"] * 5
     before = (run.path / "reconcile.json").stat()
     slurm.becomes("RUNNING")
@@ -236,7 +236,7 @@ def test_a_dry_run_tells_the_plan_and_changes_nothing(run, slurm, again):
     before = sorted(run.path.rglob("*"))
     report = again(dry_run=True)
     assert len(did(report)) == 5
-    assert report.lines()[0] == "run-a: would submit master 0: first start"
+    assert report.lines()[0] == "run-a: would submit master 0: no job is there"
     assert sorted(run.path.rglob("*")) == before
     assert slurm.listed == {}
     assert json.loads(json.dumps(asdict(report)))["runs"][0]["actions"][0]["verb"] == "submit"

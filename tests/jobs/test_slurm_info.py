@@ -100,7 +100,7 @@ def test_the_end_time_is_in_seconds_or_unknown():
     assert end_time("") is None
 
 
-@pytest.mark.parametrize(("said", "seconds"), [("5", 45), ("00:02:10", 170), ("0", 40), ("", None)])
+@pytest.mark.parametrize(("said", "seconds"), [("5", 45), ("130", 170), ("0", 40), ("", None)])
 def test_the_notice_is_the_grace_time_and_kill_wait(scontrol, said, seconds: float | None):
     """Measured: GraceTime=6, KillWait=15: TERM, once more 23 s later, KILL after another 14.5 s."""
     scontrol(f'''case "$3 $4" in

@@ -17,6 +17,7 @@ import pytest
 
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
+from elastic.jobs import sched_slurm
 from elastic.jobs.reconcile import PassReport
 from elastic.lab import validation
 from elastic.lab.validation import verdicts
@@ -173,6 +174,21 @@ def test_a_trial_is_stopped_at_ctrl_c_and_goes_on_when_it_is_called_again(two, h
     pressed.clear()
     assert names(validation.train(two, home / "runs")) == ["t0", "t1"]
     assert states[-1] == ("t1", "running")
+
+
+def test_a_trial_gets_its_share_of_the_nodes_as_other_runs_do(
+    make_config, home, passes, monkeypatch
+):
+    """It had one CPU for a GPU, where the site has no default."""
+    monkeypatch.setattr(sched_slurm, "share_of_gpu", lambda _: (8, "9000M"))
+    monkeypatch.setattr(sched_slurm, "cluster", lambda: {"ClusterName": "c"})
+    monkeypatch.setattr(validation.submission, "check", lambda *_: None)
+    passes(lambda run: run.mark_done(SAID))
+    given = ("run.scheduler=slurm", "slurm.partition=gpu", "elastic.reconcile_interval=1s")
+    trial = [("int8", 0, make_config(*given, name="t0"))]
+    ((_, _, run),) = validation.train(trial, home / "runs")
+    assert run.config().slurm.cpus_per_gpu == 8
+    assert names(validation.train(trial, home / "runs")) == ["t0"]  # it is the same one
 
 
 def test_a_silence_ends_no_trial(two, home: Path, passes, monkeypatch):

@@ -45,14 +45,14 @@ BROKEN = {  # part of the task, what it is instead, what is said
     "wants a key": ("init", "self.x = table['width']", "width"),
     "reads an unknown key": ("init", "read_options(table, context=1)", "read_options"),
     "ends when made": ("init", "raise SystemExit(0)", "SystemExit"),
-    "no model": ("model", "return None", "NoneType"),
+    "no model": ("model", "return None", "a torch.nn.Module, not None"),
     "a model that raises": ("model", "raise RuntimeError('planted')", "planted"),
     "a model that ends": ("model", "import sys; sys.exit(0)", "SystemExit"),
     "a misspelled layer": ("model", "return torch.nn.Linaer(4, 1)", "Linaer"),
     "a model without parameters": ("model", "return torch.nn.ReLU()", "no parameters"),
     "a model of negative size": ("model", "return torch.nn.Linear(-4, 1)", "-4"),
     "a frozen model": ("model", "return torch.nn.Linear(4, 1).requires_grad_(False)", "param"),
-    "a number as a model": ("model", "return 3", "int"),
+    "a number as a model": ("model", "return 3", "a torch.nn.Module, not 3"),
     "an empty data set": ("dataset", "return []", "the data set is empty"),
     "no data set": ("dataset", "return None", "NoneType"),
     "a generator": ("dataset", "return (x for x in [torch.ones(4)])", "generator"),
@@ -68,9 +68,10 @@ BROKEN = {  # part of the task, what it is instead, what is said
         " lambda s, i: torch.ones(4)})()", "__len__"),
     "a data set that raises": ("dataset", "raise KeyError('planted')", "planted"),
     "a data set that ends": ("dataset", "raise SystemExit(0)", "SystemExit"),
-    "a loss of another shape": ("loss", "return model(batch)", "scalar"),
-    "a loss that is none": ("loss", "return None", "backward"),
-    "a loss that is a float": ("loss", "return model(batch).mean().item()", "float"),
+    "a loss of another shape": ("loss", "return model(batch)", "one finite number"),
+    "a loss that is no number": ("loss", "return model(batch).mean() / 0", "one finite number"),
+    "a loss that is none": ("loss", "return None", "one finite number as a tensor, not None"),
+    "a loss that is a float": ("loss", "return model(batch).mean().item()", "as a tensor, not "),
     "a loss without the model": ("loss", "return batch.mean()", "grad"),
     "a loss that raises": ("loss", "raise AssertionError('planted')", "planted"),
     "a loss that does not fit": ("loss", "return model(batch[:, :2]).mean()", "mat1"),
@@ -99,10 +100,11 @@ def write(folder: Path, name: str, **parts: str) -> Path:
     return path
 
 
-def tried(path: Path, monkeypatch, capfd) -> tuple[int, str]:
+def tried(path: Path, monkeypatch, capfd, *how: str) -> tuple[int, str]:
     """What the child of a dry run says, without its start."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["describe", "--try", str(path)])
+    monkeypatch.setattr(sys, "argv", ["describe", "--try", *how, str(path)])
+    monkeypatch.chdir(path.parents[1])  # it goes to the task's folder by itself
     code = describe.main()
     said = capfd.readouterr()
     return code, said.out + said.err
@@ -124,6 +126,25 @@ def test_a_task_that_cannot_work_is_found_by_name(tmp_path, monkeypatch, capfd, 
     name = f"broken_{list(BROKEN).index(case)}"
     code, said = tried(write(tmp_path, name, **{part: instead}), monkeypatch, capfd)
     assert (code, told in said) == (Exit.USAGE, True), said
+
+
+def test_a_task_that_lacks_a_file_may_find_it_elsewhere_but_not_where_its_jobs_run(
+    tmp_path, monkeypatch, capfd
+):
+    path = write(tmp_path, "lacking", dataset="return [torch.load('none.pt')]")
+    code, said = tried(path, monkeypatch, capfd)
+    assert (code, '"untried": "[Errno 2] No such file' in said) == (Exit.OK, True), said
+    code, said = tried(path, monkeypatch, capfd, "--here")
+    assert (code, "No such file or directory: 'none.pt'" in said) == (Exit.USAGE, True), said
+
+
+def test_the_relative_paths_of_a_task_begin_in_its_folder(tmp_path, monkeypatch, capfd):
+    """They did in the folder that a user happened to be in, and for jobs in the run's."""
+    dataset = "return [torch.ones(int(open('count.txt').read()))] * 9"
+    path = write(tmp_path, "relative", dataset=dataset)
+    (tmp_path / "count.txt").write_text("4")
+    code, said = tried(path, monkeypatch, capfd, "--here")
+    assert (code, '"untried": ""' in said) == (Exit.OK, True), said
 
 
 def test_a_dry_run_says_so_and_fails(tmp_path):

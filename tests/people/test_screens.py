@@ -80,7 +80,8 @@ NOBODY = {"workers": [], "gpus": 0, "tokens_per_s": None}
 NOT_YET = {"version": None, "tokens": 0, "tokens_goal": None, "loss": None, "losses": []}
 WAITING = seen(
     **NOBODY, **NOT_YET, state="waiting", reason="no worker is there; 3 jobs wait (Resources)",
-    next="submit worker 2 (first start)", events=[event("submit", 9, min=8, max=32, scheduler="x")],
+    next="submit worker 2 (no job is there)",
+    events=[event("submit", 9, min=8, max=32, scheduler="x")],
     jobs=[job(0, "PENDING", reason="ReqNodeNotAvail, UnavailableNodes:node0001"),
           job(1, "PENDING", reason="QOSMaxJobsPerUserLimit"), job(2, "PENDING", reason="Odd")],
 )  # fmt: skip

@@ -16,9 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic.base.errors import TryAgain
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.history import Job
 from elastic.jobs.sched import Elsewhere
+from elastic.local.store import Store
 from elastic.people import status
 from elastic.people.metrics import prometheus
 from elastic.people.status import Depth
@@ -120,13 +121,16 @@ def test_a_look_reads_each_file_of_a_run_once(runs, depth: Depth):
 def test_what_the_next_pass_would_do_is_what_it_does(runs):
     run = runs[0]
     foreseen = status.observe(run, status.Listing())["next"]
-    assert foreseen.startswith("submit master 0 (first start); submit worker 0 (first start)")
+    why = "no job is there"
+    assert foreseen.startswith(f"submit master 0 ({why}); submit worker 0 ({why})")
     assert foreseen.endswith("; 2 more")
     assert status.observe(run, status.Listing(trouble="silent"))["next"] == (
         "nothing, until the scheduler answers")  # fmt: skip
     run.set_control(state="stopped")
     stopped = status.observe(run, status.Listing())
-    assert (stopped["state"], stopped["next"]) == ("stopped", "nothing: all is as wanted")
+    to_go_on = f"nothing, until elastic-scale {run.name}"
+    assert (stopped["state"], stopped["next"]) == ("stopped", to_go_on)
+    assert stopped["summary"].endswith(f"; next: {to_go_on}")
 
 
 @pytest.mark.parametrize("depth", [Depth.BRIEF, Depth.ROW])
@@ -165,6 +169,16 @@ def test_where_nobody_can_list_the_jobs_nobody_says_that_there_is_none(
         if depth != Depth.ROW:
             assert found[0]["summary"].startswith(f"unknown: {said}")
             assert "elastic_gpus{" not in prometheus(found)
+
+
+def test_a_server_that_refuses_is_told_of_and_hides_no_run(runs, monkeypatch):
+    """That of a run whose folder was copied: it is the other one's."""
+    def refuse(_run):
+        raise ElasticError("Redis at n1:1 refuses: no permissions", "see endpoint.json")
+
+    monkeypatch.setattr(Store, "open", refuse)
+    seen = status.observe_all(runs[:1], is_named=True)[0]
+    assert "the master is not reachable yet: Redis at n1:1 refuses" in seen["reason"]
 
 
 def test_of_many_runs_that_live_some_are_asked_and_of_the_others_jobs_are_counted(runs):
@@ -334,6 +348,12 @@ def test_a_trainer_before_its_first_step_is_said_to_start(runs, monkeypatch, dep
         assert "no worker" not in seen["reason"]
         assert (seen["version"] or 0, seen["tokens"]) == (step, 10 * step)
         assert depth == Depth.ROW or seen["summary"].startswith("starting on 3 of 1..4 GPUs")
+    # Its own ranks have trained, and start again after a crash.
+    run.jobs.write_progress(before | {"job_id": job_id})
+    run.jobs.write_ending(job_id, {**who, "state": "training", "gpus": 3, "trouble": "no shard"})
+    seen = status.observe_all(runs[:2], depth)[0]
+    assert [rank["state"] for rank in seen["workers"]] == ["loading"] * 3
+    assert seen["trouble"] == "starting again after no shard"
 
 
 def test_a_run_on_a_dead_server_does_not_hide_the_others(runs, monkeypatch):

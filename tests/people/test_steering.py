@@ -17,6 +17,7 @@ from elastic.jobs.history import Job
 from elastic.jobs.reconcile import PassReport
 from elastic.jobs.sched import Elsewhere, end_jobs
 from elastic.people import steering
+from elastic.run.rundir import RunDir
 from helpers import commit_of
 
 
@@ -100,6 +101,24 @@ def test_the_jobs_of_a_run_that_is_undone_go_though_slurm_is_silent_for_a_while(
     monkeypatch.setattr(durable, "STUCK_S", 0.01)
     assert end_jobs(run.name, SimpleNamespace(jobs=jobs, cancel=cancel))
     assert cancelled == ["1", "1"]
+
+
+def test_a_full_disk_keeps_no_gpus_from_who_kills_a_run(run, monkeypatch):
+    """Neither way to stop it did anything."""
+    cancelled, jobs = [], [Job("2", "worker", 1, "RUNNING", run=run.name)]
+    slurm = SimpleNamespace(jobs=lambda: jobs, cancel=lambda job_id, kill: cancelled.append(job_id))
+    monkeypatch.setattr(steering, "scheduler_of", lambda _: slurm)
+
+    def full(*_args, **_how):
+        raise OSError(errno.ENOSPC, "No space left on device", "control.json")
+
+    monkeypatch.setattr(RunDir, "set_control", full)
+    with pytest.raises(ElasticError, match="No space left on device") as told:
+        steering.stop(run, now=False)
+    assert ("--now kills its jobs" in told.value.hint, cancelled) == (True, [])
+    with pytest.raises(ElasticError, match="not noted, so jobs may come back: .*No space left"):
+        steering.stop(run, now=True)
+    assert cancelled == ["2"]
 
 
 def test_who_kills_a_run_is_told_what_is_lost(run, monkeypatch):

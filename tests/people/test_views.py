@@ -167,6 +167,8 @@ def test_anybodys_words_are_one_line_of_limited_length():
       "OSError: no shard 7"),
      ("usage: t.py [-h]\nt.py: error: unrecognized arguments: --resume\n",
       "t.py: error: unrecognized arguments: --resume"),
+     ("Traceback (most recent call last):\n  File x\nelastic.base.errors.ElasticError: no port\n",
+      "no port"),
      ("python: can't open file '/x/t.py': [Errno 2] No such file\n",
       "python: can't open file '/x/t.py': [Errno 2] No such file"),
      ("step 3\nsrun: error: n1: task 0: Exited with exit code 1\n", ""), ("", "")],

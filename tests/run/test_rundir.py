@@ -104,6 +104,18 @@ def test_who_comes_second_in_a_race_does_not_remove_the_firsts_run(make_run, mon
     assert everything(first.path) == before
 
 
+def test_who_comes_second_in_a_race_is_told_that_the_name_is_taken(make_run, monkeypatch):
+    first, real, looks = make_run(), rundir.place_of, []
+
+    def look_too_early(root, name):
+        looks.append(name)
+        return real(root, name) if len(looks) > 1 else first.path
+
+    monkeypatch.setattr(rundir, "place_of", look_too_early)
+    with pytest.raises(UsageError, match=f"run name taken: {first.name!r}"):
+        make_run()
+
+
 @pytest.fixture
 def read_only_root(home):
     """Where nobody may write: not even root may make a folder in /proc."""

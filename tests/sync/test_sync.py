@@ -132,6 +132,18 @@ def assert_same_run(found: list[dict], wanted: list[dict]) -> None:
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4), one
 
 
+def test_another_job_follows_a_crash_where_nobody_has_cron(tmp_path):
+    """The pass after the job had to wait, and nobody made another one."""
+    with synchronous(tmp_path, {"sync.crash_retries": 0, "elastic.backoff": "2s"}) as run:
+        run.until(lambda: is_past_a_checkpoint(run), 60, "steps")
+        first = run.jobs()["trainer", 0].job_id
+        run.reconcile = lambda: None
+        run.kill("elastic.train.start trainer")
+        run.until(lambda: (run.run.jobs.progress() or {})["job_id"] != first, 60, "another job")
+        assert run.run.jobs.ending(first)["outcome"] == "failed"
+        finish(run)
+
+
 def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(tmp_path, undisturbed):
     settings = {"elastic.max": 3, "local_scheduler.gpus": 2, "train.loader_workers": 1}
     with synchronous(tmp_path, settings) as run:

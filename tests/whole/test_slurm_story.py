@@ -309,7 +309,7 @@ def test_the_next_master_takes_over_before_the_time_of_the_old_one_is_up(story):
     story.until(lambda: len(story.slots()) == 2, "two workers train")
     assert story.processes() == first
     reasons = [each["reason"] for each in story.actions() if each.get("role") == "master"]
-    assert reasons == ["first start", f"to follow job {old} at once"]
+    assert reasons == ["no job is there", f"to follow job {old} at once"]
 
 
 def passes_with_nothing_to_do_are_silent(story: Story) -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 
 import click
 
@@ -20,6 +21,7 @@ from elastic.run.audit import audit as audit_ledger, gpu_seconds, has_ledger
 from elastic.run.rundir import RunDir
 
 WATCH_S = 2.0
+LAST_WORDS_S = 5.0  # for the jobs of a run that is over
 LISTED_S = 30.0  # --watch takes a listing of jobs that is so old: squeue is costly for sites
 
 file_option = functools.partial(click.option, type=click.Path(path_type=Path), metavar="FILE")
@@ -82,7 +84,8 @@ def logs(run: str, slot: str | None, follow: bool, lines: int):
         there = ", ".join(path.name for path in logs_of(logged, None, [])) or "none"
         what = f"no log of {slot or 'a job'} yet; there are: {there}"
         raise ElasticError(what, f"elastic-status {logged.name}")
-    sys.exit(tail(["-n", str(lines), *["-F"] * follows, "--", *paths], follows))
+    words = ["-n", str(lines), *["-F"] * follows, "--", *paths]
+    sys.exit(tail(words, logged if follows else None))
 
 
 def logs_to_come(run: RunDir) -> list[Path]:
@@ -106,18 +109,31 @@ def logs_of(run: RunDir, slot: str | None, coming: Sequence[Path]) -> list[Path]
     raise UsageError(f"no slot {slot!r}", 'a slot is a number, or "master"')
 
 
-def tail(words: Sequence[str | Path], is_quiet: bool) -> int:
-    """Print what `tail` says, and return its exit status. `is_quiet`: without its complaints
-    (on files that are still to come)."""
+def tail(words: Sequence[str | Path], followed: RunDir | None = None) -> int:
+    """Print what `tail` says, and return its exit status; of logs that are followed, until
+    their run is over, and without complaints on files that are still to come."""
     with subprocess.Popen(["tail", *words], stdout=subprocess.PIPE, text=True, errors="replace",
-                          stderr=subprocess.DEVNULL if is_quiet else None) as process:  # fmt: skip
+                          stderr=subprocess.DEVNULL if followed else None) as process:  # fmt: skip
+        if followed:
+            Thread(target=_end_with, args=[followed, process], daemon=True).start()
         try:
             for line in process.stdout:
                 say(line.removesuffix("\n"))
         except BaseException:  # Ctrl-C, or nobody reads on
             process.terminate()
             raise
-    return process.returncode
+    return Exit.OK if followed else process.returncode
+
+
+def _end_with(run: RunDir, process: subprocess.Popen) -> None:
+    """End the process once the run is over and its jobs have had time for last words."""
+    is_over = False
+    while not is_over:
+        time.sleep(WATCH_S)
+        with contextlib.suppress(ElasticError):
+            is_over = bool(run.done() or run.failed())
+    time.sleep(LAST_WORDS_S)
+    process.terminate()
 
 
 @command("audit demo", "audit demo --files --json")

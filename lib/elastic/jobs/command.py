@@ -26,8 +26,6 @@ NAMES = {
              "master_port", "nodes", "gpus_per_node", "gpus"),
     "local": ("python", "run", "slot", "attempt"),
 }  # fmt: skip
-# The environment of a program that is to print them at a SIGABRT.
-STACKS = {"PYTHONFAULTHANDLER": "1"}
 _NAME = re.compile(r"(\$?){([a-z_]+)(?:\?([^{}]*))?}")
 
 

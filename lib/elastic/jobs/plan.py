@@ -284,7 +284,9 @@ def _fill(world: World, chains: dict[Place, list[Ended]], now: float) -> Iterato
     workers = sum(job.role == WORKER for job in memory.jobs)
     workers += sum(role == WORKER for role, _ in unsure)
     pending = sum(job.queued for job in memory.jobs) + len(unsure)
-    last = {end.place: end for end in memory.ended}
+    # But not a successor that was cancelled with the job that it was to follow.
+    told = (end for end in memory.ended if end.started_at or end.outcome != Outcome.CANCELLED)
+    last = {end.place: end for end in told}
     foreign = [job.job_id for job in memory.jobs if not (world.own(job.role) or job.over)]
     foreign += ["that may have been submitted" for u in memory.unsure if not world.own(u.role)]
     for place in world.places:
@@ -331,4 +333,4 @@ def _backing_off(chain: Sequence[Ended], backoff_s: float, now: float) -> str:
 
 
 def _occasion(last: Ended | None) -> str:
-    return f"job {last.job_id} {last.outcome}: {last.reason}" if last else "first start"
+    return f"job {last.job_id} {last.outcome}: {last.reason}" if last else "no job is there"

@@ -19,7 +19,6 @@ from elastic.base.environment import env, environment
 from elastic.base.errors import Exit
 from elastic.base.network import node_name
 from elastic.base.signals import Notice, die_with_parent
-from elastic.jobs.command import STACKS
 from elastic.jobs.ending import EVENTS, EXIT_CODES, End, end_of_error
 from elastic.run.rundir import RunDir
 
@@ -111,7 +110,9 @@ def run_job(make: Callable, run: RunDir, notice: Notice) -> int:
 def start_rank(
     command: Sequence[str], extra: Mapping[str, str], folder: str | None, **options
 ) -> subprocess.Popen:
-    """Start a process that is killed when this one dies; its stderr is a pipe."""
-    return subprocess.Popen(command, env={**STACKS, **environment(), **extra}, cwd=folder,
-                            stdin=subprocess.DEVNULL, stdout=sys.stdout, stderr=subprocess.PIPE,
-                            preexec_fn=die_with_parent, **options)  # fmt: skip
+    """Start a process that is killed when this one dies; its stderr is a pipe. It prints
+    its stacks at a SIGABRT."""
+    given = {"PYTHONFAULTHANDLER": "1", **environment(), **extra}
+    files = {"stdin": subprocess.DEVNULL, "stdout": sys.stdout, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=given, cwd=folder, preexec_fn=die_with_parent,
+                            **files, **options)  # fmt: skip

@@ -37,8 +37,7 @@ from elastic.run.rundir import RunDir
 
 CLUSTER = "SLURM_CLUSTER_NAME"  # Slurm's own; in a run's environment since its submission
 END_S = 30.0  # in which the jobs that `end_jobs` kills have to go
-_RUN, _SLOT = "([A-Za-z0-9][A-Za-z0-9._-]{0,62})", "(0|[1-9][0-9]*)"
-_NAME = re.compile(f"{_RUN}/([mtw]){_SLOT}@elastic")
+_NAME = re.compile("([A-Za-z0-9][A-Za-z0-9._-]{0,62})/([mtw])(0|[1-9][0-9]*)@elastic")
 _ROLES = {role[0]: role for role in (MASTER, TRAINER, WORKER)}
 
 

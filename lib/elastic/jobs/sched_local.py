@@ -238,9 +238,8 @@ class LocalScheduler:
         if grace_s > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(leader.pid, SIGTERM)
-            given = _outliving() | {"PYTHONPATH": str(elastic_home() / "lib")}
             program = (sys.executable, "-P", "-m", "elastic.jobs.sched_local")
-            detached([*program, str(self.state), job_id, str(grace_s)], given)
+            detached([*program, str(self.state), job_id, str(grace_s)], _outliving())
         else:
             self.kill(job_id)
 
@@ -273,8 +272,9 @@ def _read(path: Path) -> str:
 
 
 def _outliving() -> dict[str, str]:
-    """The environment of what must outlive the job that starts it."""
-    return {name: value for name, value in environment().items() if name != MARK}
+    """The environment of a program of ours that must outlive the job that starts it."""
+    given = {name: value for name, value in environment().items() if name != MARK}
+    return given | {"PYTHONPATH": str(elastic_home() / "lib")}
 
 
 def detached(command: Sequence[str], environment=None, output=None, folder: str = "/") -> None:
@@ -286,10 +286,10 @@ def detached(command: Sequence[str], environment=None, output=None, folder: str 
 
 
 def pass_after_me(run_dir: Path) -> subprocess.Popen:
-    """A reconcile pass over the run once this process has ended, however that was: nobody
+    """Reconcile passes over the run once this process has ended, however that was: nobody
     may call again. Returns the process group that waits for it."""
-    program = elastic_home() / "bin" / "elastic-reconcile"
-    command = ["sh", "-c", AFTERWARDS, *map(str, (os.getpid(), program, run_dir))]
+    program = (sys.executable, "-P", "-m", "elastic.jobs.passes")
+    command = ["sh", "-c", AFTERWARDS, str(os.getpid()), *program, str(run_dir)]
     nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     return subprocess.Popen(command, env=_outliving(), cwd="/", start_new_session=True, **nothing)
 

@@ -67,14 +67,12 @@ def notice_s(partition: str) -> float | None:
     """Seconds from TERM to KILL at a preemption in `partition`: GraceTime (after which Slurm
     sends TERM again) and KillWait. With preempt/qos the QOS has the GraceTime, so only
     KillWait is sure."""
-    grace = re.search(r"\bGraceTime=([\d:]+)", _ask("partition", partition))
+    grace = re.search(r"\bGraceTime=(\d+)", _ask("partition", partition))
     settings = _ask("config")
     if not grace:
         return None
-    seconds = sum(int(n) * 60**i for i, n in enumerate(reversed(grace[1].split(":"))))
-    if re.search(r"\bPreemptType *= *preempt/qos", settings):
-        seconds = 0
-    return float(seconds + _kill_wait_s(settings)) or None
+    by_qos = re.search(r"\bPreemptType *= *preempt/qos", settings)
+    return float((0 if by_qos else int(grace[1])) + _kill_wait_s(settings)) or None
 
 
 def _kill_wait_s(settings: str) -> int:

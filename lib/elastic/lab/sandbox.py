@@ -319,13 +319,10 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int], cgroup: str
         ADDRESS=ADDRESS, CONTROLLER_PORT=ports[0], CPU_PORT=ports[1],
         NODE_PORTS=",".join(map(str, ports[2:])), NODES=",".join(shape.names[:-1]),
         GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(shape.gpus)),
-        CGROUP=cgroup,
+        CGROUP=cgroup, IF_LOCAL="" if is_local else "# ", IF_GPU="" if shape.gpus else "# ",
     )  # fmt: skip
-    drop = {"LOCAL": not is_local, "GPU": not shape.gpus}
     for template in (elastic_home() / "etc/sandbox").iterdir():
         text = template.read_text()
-        for tag, is_off in drop.items():
-            text = re.sub(rf"(?m)^@IF_{tag}@ (.*\n)", "" if is_off else r"\1", text)
         text = re.sub(r"@([A-Z_]+)@", lambda match: str(words[match[1]]), text)
         for setting in shape.settings if template.name == "slurm.conf" else ():
             text = _with_setting(text, setting)

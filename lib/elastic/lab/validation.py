@@ -13,6 +13,7 @@ stopped or has failed tries again. What it costs: arms x seeds whole runs.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
 from pathlib import Path
@@ -90,7 +91,7 @@ def _begin(config: Config, root: Path) -> RunDir:
     if is_new:
         submission.check(config, root)
         submission.start(config, root)
-    if run.config() != config:
+    if replace(run.config(), slurm=config.slurm) != config:  # where it trains does not count
         raise UsageError(f"{run.path} was trained with another configuration",
                          "remove that folder, or give --set run.name=NAME")  # fmt: skip
     if not (is_new or run.done()):  # it goes on, also if it was stopped or has failed

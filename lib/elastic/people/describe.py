@@ -1,5 +1,5 @@
 """What a run's model is, as JSON:
-`python -m elastic.people.describe [--try] CONFIG KEY=VALUE...`.
+`python -m elastic.people.describe [--try [--here]] CONFIG KEY=VALUE...`.
 
 A process of its own, because it needs torch and the user's code, and `elastic-submit
 --dry-run` is to say what it can without either. Nothing is allocated: the model is made
@@ -7,8 +7,8 @@ on the meta device.
 
 With --try it also does a worker's first step, on the CPU: one batch and, if the model has
 at most MOST_TRIED parameters, loss and backward. A failure for lack of something on this
-machine (a file, a module, a GPU) says nothing of the task; every other exception is the
-task's own: exit USAGE, and a traceback.
+machine (a file, a module, a GPU) says nothing of the task, unless its jobs are to run
+--here; every other exception is the task's own: exit USAGE, and a traceback.
 """
 
 import json
@@ -40,6 +40,8 @@ def measured(config, task) -> Model:
     """What the task's model is. No memory is allocated for it."""
     with torch.device("meta"):
         model = task.model()
+    if not isinstance(model, torch.nn.Module):
+        raise ElasticError(f"model() is to return a torch.nn.Module, not {model!r}")
     layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
     if not layout.fragments:
         raise ElasticError("the model has no parameters that are trained")
@@ -51,7 +53,7 @@ def measured(config, task) -> Model:
                  fragments=len(sizes), tokens_per_sample=context)  # fmt: skip
 
 
-def attempt(config, task, numel: int) -> tuple[str, int]:
+def attempt(config, task, numel: int, is_here: bool) -> tuple[str, int]:
     """Do a worker's first step. Returns why it was left out ("": it was not), and the
     tokens of a sample, if the task counts any. Raises the task's own errors."""
     per_sample = 0
@@ -67,31 +69,39 @@ def attempt(config, task, numel: int) -> tuple[str, int]:
         torch.manual_seed(config.run.seed)
         model = task.model().train()
         optimizer = optimizer_of(task, model, config.train)
-        task.loss(model, batch).backward()
+        _one_number(task.loss(model, batch)).backward()
         optimizer.step()
     except Exception as error:
-        if not _is_lacking(error):
+        if not _is_lacking(error, is_here):
             raise
         return str(error), per_sample
     return "", per_sample
 
 
-def _is_lacking(error: BaseException) -> bool:
-    """Has it failed for lack of something here, or since the model cannot be made without
-    memory?"""
+def _one_number(loss: object) -> torch.Tensor:
+    if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.isfinite()):
+        raise ElasticError(f"loss() is to return one finite number as a tensor, not {loss!r}")
+    return loss
+
+
+def _is_lacking(error: BaseException, is_here: bool) -> bool:
+    """Has it failed for lack of something that the run's jobs may find elsewhere, or since
+    the model cannot be made without memory?"""
     cause = error.__cause__ or error
     wants_gpu = re.search("CUDA|NVIDIA", str(cause)) and not torch.cuda.is_available()
     needs_memory = isinstance(cause, RuntimeError) and re.search(r"\b[Mm]eta\b", str(cause))
-    return isinstance(cause, LACKING) or bool(wants_gpu or needs_memory)
+    lacks = isinstance(cause, LACKING) or bool(wants_gpu)
+    return bool(needs_memory) or (lacks and not is_here)
 
 
 def main() -> int:
-    path, *settings = (argument for argument in sys.argv[1:] if argument != "--try")
-    config, tries = configuration.load(Path(path), settings), "--try" in sys.argv
+    path, *settings = (argument for argument in sys.argv[1:] if argument[:2] != "--")
+    config = configuration.load(Path(path), settings)
+    tries, is_here = "--try" in sys.argv, "--here" in sys.argv
     try:
         task = load_task(config.run.task, config.task, Path(config.run.folder))
         model = measured(config, task)
-        untried, counted = attempt(config, task, model.numel) if tries else ("", 0)
+        untried, counted = attempt(config, task, model.numel, is_here) if tries else ("", 0)
         model = replace(model, tokens_per_sample=model.tokens_per_sample or counted)
     except (Exception, SystemExit) as error:
         frames = error.__traceback__
@@ -101,7 +111,8 @@ def main() -> int:
         print(error if isinstance(error, ElasticError) else words, file=sys.stderr)
         # A task whose own module is missing is missing everywhere.
         is_own = config.run.task.startswith(getattr(error.__cause__, "name", None) or ":")
-        return Exit.USAGE if tries and (is_own or not _is_lacking(error)) else Exit.ERROR
+        is_own = is_own or not _is_lacking(error, is_here)
+        return Exit.USAGE if tries and is_own else Exit.ERROR
     print()  # what the task has printed may have no end of line
     print(json.dumps({"model": asdict(model), "untried": untried}))
     return Exit.OK

@@ -312,8 +312,7 @@ def _mode(cluster, preemption: Preemption) -> Judgement:
 def _notice(cluster, preemption: Preemption, *, disk, save) -> Judgement:
     if preemption.mode == "OFF":
         return SKIP, "nothing is preempted there", ""
-    wait = re.search(r"\d+", cluster["KillWait"])
-    kill_s = int(wait[0]) if wait else 0
+    kill_s = int(cluster["KillWait"].split()[0])
     notice_s = preemption.grace_s + kill_s - NOTICE_MARGIN_S
     seen = f"{notice_s:g} s (GraceTime={preemption.grace_s}, KillWait={kill_s})"
     for missing in (disk, save):

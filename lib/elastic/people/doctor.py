@@ -220,14 +220,12 @@ def _torch() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def _save(config: Config, path, overrides, *, torch) -> estimate.Save | Unknown:
+def _save(config: Config, path, overrides, torch) -> estimate.Save | Unknown:
     """What a save of the run's model writes; zero bytes if no run was named."""
     if not path:
         return estimate.Save(0, 0)
     if config.run.command:
         return Unknown("only run.command knows its model")
-    if isinstance(torch, Unknown):
-        return torch
     model, reason = submission.described(path, overrides)
     return estimate.save_of(model, config) if model else Unknown(reason)
 
@@ -235,17 +233,12 @@ def _save(config: Config, path, overrides, *, torch) -> estimate.Save | Unknown:
 def _cron(*, cluster) -> str | None:
     """The user's crontab and scrontab; None if neither can be listed."""
     tables, is_known = "", False
-    listings = [_crontab, lambda: sched_slurm.slurm_command(("scrontab", "-l"))]
-    for listing in listings[:1] if isinstance(cluster, Unknown) else listings:
-        with contextlib.suppress(ElasticError, OSError):
-            answer = listing()
+    for program in ("crontab",) if isinstance(cluster, Unknown) else ("crontab", "scrontab"):
+        with contextlib.suppress(ElasticError):
+            answer = sched_slurm.slurm_command((program, "-l"))
             is_known |= answer.returncode == 0 or "no crontab" in answer.stderr
             tables += answer.stdout if answer.returncode == 0 else ""
     return tables if is_known else None
-
-
-def _crontab() -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["crontab", "-l"], capture_output=True, text=True, timeout=10)
 
 
 # Each may use facts that those before it have found. A probe that needs the cluster is left

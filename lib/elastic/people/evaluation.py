@@ -64,9 +64,8 @@ def of_checkpoint(run: RunDir, saved: Saved) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _task(run: RunDir) -> Iterator[tuple[Task, nn.Module]]:
-    """The task and its model, while the run's folder is the current one: there the
-    relative paths of the run begin."""
-    with contextlib.chdir(run.config().run.folder):
+    """The task and its model, while the folder of the task is the current one."""
+    with contextlib.chdir("."):
         task = load(run.config())
         seed(run.config().run.seed)  # as where it was trained: a random buffer, a random split
         yield task, task.model().to("cuda" if torch.cuda.is_available() else "cpu")

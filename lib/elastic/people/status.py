@@ -65,9 +65,8 @@ class Crew:
     """A row for each worker (or rank), as `observe` has them, and words on all of them."""
 
     workers: Sequence[dict] = ()
-    words: str = ""  # of the master, or of rank 0
+    words: str = ""  # of rank 0, or of the master; of one that stands still, what to do
     silence: str = ""  # why the master cannot be asked
-    hang: str = ""  # what to do about a master that stands still
     crash: str = ""  # the crash after which the ranks start again
     program: str = ""  # what run.command is at
 
@@ -286,7 +285,6 @@ def _reasons(look: Look, crew: Crew) -> Iterator[str]:
         there = counted(gpus, "GPU")
         yield f"{there}, fewer than the {least} wanted" if workers and gpus < least else ""
         yield "" if workers or look.trouble else "no worker is there"
-    yield crew.hang
     # The disk is looked at from here, too: if it is full, nobody else may be able to say so.
     yield look.shortage or crew.words
     # Workers alone: a rank, which has no pid here, does not beat, and crew.words tell of it.
@@ -317,9 +315,10 @@ def _since(newest: Commit | None) -> str:
 
 def _upcoming(look: Look) -> str:
     """What the next reconcile pass would do, and what it waits for; "" if nothing."""
-    memory, closing = look.memory, look.facts.closing
-    if closing and memory.is_closed(closing):
-        return "nothing"
+    closing, run = look.facts.closing, look.facts.run
+    at_rest = "nothing" + f", until elastic-scale {run}" * (closing in ("failed", "stopped"))
+    if closing and look.memory.is_closed(closing):
+        return at_rest
     if look.trouble:
         return "nothing, until the scheduler answers"
     try:
@@ -331,7 +330,7 @@ def _upcoming(look: Look) -> str:
     if len(words) > MOST_ACTIONS:
         words[MOST_ACTIONS:] = [f"{len(words) - MOST_ACTIONS} more"]
     waits = reconcile.reasons_of([each for each in plan if each.verb == WAIT])
-    return "; ".join([*words, *waits.values()])
+    return "; ".join([*words, *waits.values()]) or (at_rest if closing else "")
 
 
 # ---- who
@@ -344,7 +343,7 @@ def _workers(run: RunDir, facts: Facts, jobs: Sequence[dict]) -> Crew:
     try:
         with contextlib.closing(Store.open(run)) as store:
             now, slots, master = store.now(), store.slots(), store.master()
-    except TryAgain as silence:
+    except ElasticError as silence:  # or one that refuses, as of a run that was copied
         return Crew(_on_record(facts, jobs), silence=silence.what)
     silence = "" if master else f"Redis at {store.where} knows no master"
     stall_after_s, hang = facts.config.health.stall_after_s, ""
@@ -354,7 +353,7 @@ def _workers(run: RunDir, facts: Facts, jobs: Sequence[dict]) -> Crew:
     workers = [{**asdict(slot), "state": membership.state(slot, now, stall_after_s),
                 "last_beat_s": round(max(0.0, now - slot.beat), 3)}
                for _, slot in sorted(slots.items())]  # fmt: skip
-    return Crew(workers, master.get("reason", ""), silence, hang)
+    return Crew(workers, hang or master.get("reason", ""), silence)
 
 
 def _by_jobs(jobs: Sequence[dict]) -> list[dict]:
@@ -378,7 +377,8 @@ def _ranks(facts: Facts, jobs: Sequence[dict], progress: Mapping, now: float) ->
     """A row for each GPU of the trainer at work, by what its rank 0 wrote last."""
     running = {job["job_id"]: job for job in jobs if job["state"] == "RUNNING"}
     job = running.get(progress.get("job_id"))
-    if job is None:
+    newest = (facts.ending(job["job_id"]) or {}).get("attempt", 0) if job else 0
+    if job is None or newest > progress["attempt"]:
         rows, record = _by_record(facts, jobs, "loading")
         trouble = record.get("trouble")
         return Crew(rows, crash=f"starting again after {trouble}" if trouble else "")

@@ -44,7 +44,9 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
     config = load(path, settings, left_open=left_open)
     warnings = submission.check(config, runs_root(), is_dry)
     is_looked_at = not config.run.command and (is_dry or tries)
-    model, reason = submission.described(path, settings, tries) if is_looked_at else (None, "")
+    is_here = tries and not is_dry and config.run.scheduler == "local"
+    how = ["--try"] * tries + ["--here"] * is_here
+    model, reason = submission.described(path, settings, *how) if is_looked_at else (None, "")
     if reason:
         warnings.append(f"no step of the task was tried here: {reason}")
     if not config.slurm.partition and config.run.scheduler == "slurm":
@@ -91,7 +93,7 @@ def _chosen(ready: Prepared) -> list[str]:
 def start(ready: Prepared) -> tuple[RunDir, list[str]]:
     """Make the run and its first reconcile pass; also why some of its jobs wait.
     ElasticError: it cannot start, and is gone again."""
-    run = submission.start(submission.with_shares(ready.config, ready.model), runs_root())
+    run = submission.start(ready.config, runs_root(), ready.model)
     report = run_pass([run], time.time(), wait_s=PERSON_S)
     failed = run.failed()
     if failed or report.errors:
@@ -180,13 +182,20 @@ def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -
 def stop(run: RunDir, now: bool) -> str:
     """Stop a run that is not done; `now`: kill its jobs. Returns in words what is lost by
     that, or ""."""
+    refused: OSError | None = None
     if not run.done():
-        run.set_control(state="stopped")
-        run.event("stop", now=now)
+        try:
+            run.set_control(state="stopped")
+            run.event("stop", now=now)
+        except OSError as error:  # a full disk: its GPUs are freed all the same
+            refused = error
     scheduler = scheduler_of(run)
     jobs = jobs_of(run.name, scheduler) if now else []
     for job in jobs:
         scheduler.cancel(job.job_id, kill=True)
+    if refused:
+        hint = "make room and stop it again" + "; --now kills its jobs before" * (not now)
+        raise ElasticError(f"not noted, so jobs may come back: {refused}", hint)
     with contextlib.suppress(TryAgain):
         is_at_work = not run.done() and any(job.started for job in jobs)
         return _lost(run) if is_at_work else ""

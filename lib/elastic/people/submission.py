@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from elastic.base import config as configuration
-from elastic.base.config import Config
+from elastic.base.config import Config, load_written
 from elastic.base.durable import check_private
 from elastic.base.environment import clean_environment, environment, registry_dir
 from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
@@ -57,13 +56,13 @@ def check(config: Config, root: Path, is_dry: bool = False) -> list[str]:
 
 
 def described(
-    config: Path, settings: Sequence[str], tries: bool = False
+    config: Path, settings: Sequence[str], *how: str
 ) -> tuple[estimate.Model | None, str]:
     """The run's model, or None; why it cannot be known here, or why a first step was not
-    tried. `tries`: try that step. Raises ElasticError with the end of the traceback if the
-    task fails."""
-    command = [sys.executable, "-P", "-m", "elastic.people.describe", *["--try"] * tries,
-               str(config), "slurm.partition=any", *settings]  # fmt: skip
+    tried. `how`: "--try" that step; "--here": where its jobs are to run. Raises
+    ElasticError with the end of the traceback if the task fails."""
+    command = [sys.executable, "-P", "-m", "elastic.people.describe", *how, str(config),
+               "slurm.partition=any", *settings]  # fmt: skip
     try:
         trial = subprocess.run(command, capture_output=True, text=True, timeout=TRY_S)
     except subprocess.TimeoutExpired:
@@ -97,7 +96,7 @@ def check_change(run: RunDir, fewest: int, most: int, mode: str) -> None:
         raise UsageError(what, "only a run of a task (run.task) can change it")
     changes = [f"elastic.min={fewest}", f"elastic.max={most}", f"run.mode={mode}"]
     try:
-        config = configuration.load_written(run.path / "run.toml", changes)
+        config = load_written(run.path / "run.toml", changes)
     except UsageError as error:
         why = error.what.partition("\n  ")[2]
         raise UsageError(f"run {run.name} cannot have {', '.join(changes)}:\n  {why}") from None
@@ -125,9 +124,9 @@ def with_shares(config: Config, model: estimate.Model | None) -> Config:
     ))  # fmt: skip
 
 
-def start(config: Config, root: Path) -> RunDir:
+def start(config: Config, root: Path, model: estimate.Model | None = None) -> RunDir:
     """Make the run directory; its first reconcile pass is the caller's."""
-    limits = config.elastic
+    config, limits = with_shares(config, model), config.elastic
     control = Control(config.run.mode, "running", limits.min, limits.max)
     run = RunDir.create(root, config, control, clean_environment() | _where(config))
     run.event(EventKind.SUBMIT, min=limits.min, max=limits.max, scheduler=config.run.scheduler)

@@ -4,7 +4,7 @@ Everything follows from the run's events, its commits and its steps of sync mode
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -34,15 +34,9 @@ def incidents(events: Sequence[Mapping]) -> list[Mapping]:
     """What a reader should know of, oldest first."""
     # A job that a pass asked to leave was not preempted.
     asked = {job_key(event) for event in events if event["kind"] == EventKind.CANCEL}
-    return [event for event in events if _is_incident(event, asked)]
-
-
-def _is_incident(event: Mapping, asked: Collection[tuple]) -> bool:
-    if event["kind"] == EventKind.END:
-        return event["outcome"] in SURPRISES
-    if event["kind"] == EventKind.PREEMPT:
-        return job_key(event) not in asked
-    return event["kind"] in INCIDENTS
+    return [event for event in events if event["kind"] in INCIDENTS
+            or (event["kind"] == EventKind.END and event["outcome"] in SURPRISES)
+            or (event["kind"] == EventKind.PREEMPT and job_key(event) not in asked)]  # fmt: skip
 
 
 def points(commits: Iterable[Commit], metrics: Iterable[Mapping] = ()) -> list[Point]:

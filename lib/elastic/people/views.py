@@ -224,6 +224,8 @@ def audit_view(run: str, report: dict) -> Iterator[RenderableType]:
         yield _gpu_seconds(report["gpu_seconds"])
     for version, samples in report.get("taken_back", []):
         yield f"version {version} was taken back: no parameters have its {samples:,} samples"
+    if report.get("commits") == 0 and not report["problems"]:
+        yield "no version is committed yet"
     for problem in report["problems"]:
         yield Text(f"wrong: {problem}", style="red")
     state = "finished" if report.get("finished") else "not finished"

@@ -50,7 +50,8 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     newest = commits[-1].version if commits else 0
     saved = read_checkpoints(run_dir, newest)
     if not (commits or saved):
-        return {"commits": 0, "epochs": [], "problems": problems or ["no version is committed"]}
+        problems += ["no version is committed"] * finished
+        return {"commits": 0, "epochs": [], "finished": finished, "problems": problems}
     # The newest checkpoint says all that was trained since the newest version.
     trained = [*commits, *(replace(last, version=newest + 1) for last in saved[-1:])]
     problems += check_sequence(commits)

@@ -113,6 +113,7 @@ class RunDir:
             os.rename(draft.path, run.path)  # the one of several who try at once that made it
         except OSError as error:
             shutil.rmtree(draft.path, ignore_errors=True)
+            place_of(root, config.run.name)  # somebody else may have taken the name by now
             hint = "ELASTIC_RUNS and ELASTIC_HOME_DIR must be writable, on the shared filesystem"
             raise ElasticError(f"cannot make the run directory: {error}", hint) from None
         return run
@@ -263,7 +264,8 @@ def place_of(root: Path, name: str) -> Path:
     if path.exists() or (link.is_symlink() and link.readlink() != path):
         where = path if path.exists() else Path(os.readlink(link))
         folder = where if where.exists() else link
-        hint = f"choose another --name; of a run that is over remove {folder}"
+        goes_on = f"go on with it (mend its run.toml; elastic-scale {name}), "
+        hint = f"choose another --name, {goes_on if where.exists() else ''}or remove {folder}"
         raise UsageError(f"run name taken: {name!r} is {where}", hint)
     return path
 

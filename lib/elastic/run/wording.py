@@ -97,6 +97,7 @@ _OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e"
                      "\u2066-\u2069\ud800-\udfff]")  # fmt: skip
 RANK = re.compile(r"^\[rank\d+\]: ?")  # as torchrun begins a line
 ERROR = re.compile(r"(?!srun: )\S.*(\berror: |\[Errno |: command not found)|\w*(Error|Exception)\b")
+OURS = re.compile(r"^elastic\.[\w.]+: ")  # the class of an error that says all
 LAUNCHED = re.compile(r"ChildFailedError|CalledProcessError")  # torchrun's, of its ranks' crash
 
 
@@ -175,12 +176,13 @@ def sentence(seen: Mapping[str, Any], upcoming: str, now: float) -> str:
     what the next pass will do (`upcoming`; "" if all is as wanted)."""
     if seen["state"] == "running" and seen.get("program"):
         return seen["program"]
+    following = upcoming and f"next: {upcoming}"
     if seen["state"] not in ("running", "waiting"):
         is_told = seen["state"] in ("failed", "unknown")
         ended = f"{seen['state']}: {seen['reason']}" if is_told else seen["state"]
-        return ", ".join([ended, *_progress(seen)])
+        ended = ", ".join([ended, *_progress(seen)])
+        return f"{ended}; {following}" if following and seen["state"] != "done" else ended
     gpus = f"{_doing(seen)} {seen['gpus']} of {seen['min']}..{seen['max']} GPUs"
-    following = upcoming and f"next: {upcoming}"
     doing = ", ".join([gpus, *_progress(seen)])
     return "; ".join(filter(None, [doing, seen.get("trouble"), _pending(seen, now), following]))
 
@@ -238,7 +240,7 @@ def last_error(said: str) -> str:
     named = [next((line for line in end if line and not line[0].isspace()), "") for end in ends]
     named = named or [line for line in lines if ERROR.match(line)]
     first_hand = [line for line in named if not LAUNCHED.search(line)]
-    return one_line((first_hand or named or [""])[-1])
+    return one_line(OURS.sub("", (first_hand or named or [""])[-1]))
 
 
 def counted(number: int, noun: str) -> str:

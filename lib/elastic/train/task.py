@@ -8,6 +8,7 @@ the audit counts them. Two tasks come with the toolkit: tasks.py.
 """
 
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -52,13 +53,16 @@ class Task(Protocol):
 def load_task(spec: str, table: dict, search: Path | None = None) -> Task:
     """An instance of the class `spec` ("package.module:Class"), given the [task] table.
 
-    The module is looked for on PYTHONPATH, then in `search`, the folder of the run file.
-    Raises ElasticError saying what is wrong with the user's code, and where.
+    The module is looked for on PYTHONPATH, then in `search`, the folder of the run file,
+    which becomes the current one: there the task's relative paths begin. Raises
+    ElasticError saying what is wrong with the user's code, and where.
     """
     module_name, _, class_name = spec.partition(":")
     folder = str(search.resolve()) if search else ""
     if folder and folder not in sys.path:
         sys.path.append(folder)
+    if os.path.isdir(folder):  # the installation's own tasks need none
+        os.chdir(folder)
     looked = f"looked for modules on PYTHONPATH{f' and in {folder}' if folder else ''}"
     with _blaming(f"task module {module_name} does not import", looked):
         module = importlib.import_module(module_name)
