@@ -13,8 +13,7 @@ import pytest
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice
-from elastic.jobs.ending import end_of_error
-from elastic.jobs.history import MASTER, TRAINER, WORKER
+from elastic.jobs.history import MASTER, TRAINER, WORKER, end_of_error
 from elastic.local.worker.agent import Agent
 from helpers import PATIENCE, ROOT, environment
 from running import kill_all

@@ -264,6 +264,22 @@ def test_a_cancelled_job_is_told_first_and_killed_at_once_only_on_request(site):
     assert site.lines("told") == ["notice"]
 
 
+def test_a_job_is_killed_on_request_though_the_disk_is_full(site, monkeypatch):
+    """What became of it could not be noted, and so it went on."""
+    site.script(DEAF)
+    job_id = site.submit()
+    wait_until((site.folder / "starts").exists, 20, "it runs")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sched_local, "create_once", full)
+        with pytest.raises(OSError, match="No space left"):
+            site.scheduler.cancel(job_id, kill=True)
+    assert site.state(job_id) == "ENDED"
+
+
 def test_a_job_is_killed_that_shows_no_mark_just_then(site, monkeypatch):
     """In the middle of an exec a process has no environment; the job lived on."""
     job_id = site.submit()

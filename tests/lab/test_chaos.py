@@ -17,7 +17,7 @@ import soak
 from elastic.base import config
 from elastic.base.errors import ElasticError, UsageError
 from elastic.lab import chaos
-from elastic.lab.faults import Cost, Fault, by_kind, cost_in_local_mode, cost_in_sync_mode, schedule
+from elastic.lab.chaos import Cost, Fault, by_kind, cost_in_local_mode, cost_in_sync_mode, schedule
 from elastic.run.goodput import PARTS, Work
 from elastic.run.membership import Slot
 from elastic.run.records import Commit

@@ -16,7 +16,7 @@ from statistics import stdev
 import pytest
 
 from elastic.base import durable
-from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.jobs import sched_slurm
 from elastic.jobs.reconcile import PassReport
 from elastic.lab import validation
@@ -189,6 +189,9 @@ def test_a_trial_gets_its_share_of_the_nodes_as_other_runs_do(
     ((_, _, run),) = validation.train(trial, home / "runs")
     assert run.config().slurm.cpus_per_gpu == 8
     assert names(validation.train(trial, home / "runs")) == ["t0"]  # it is the same one
+    other = [("int8", 0, make_config(*given, "slurm.qos=low", name="t0"))]
+    with pytest.raises(UsageError, match="trained with another configuration"):
+        validation.train(other, home / "runs")
 
 
 def test_a_silence_ends_no_trial(two, home: Path, passes, monkeypatch):
@@ -240,6 +243,7 @@ def tiny(tmp_path: Path):
     (tmp_path / "pace").write_text("0")
     settings = {**SETTINGS, "task.samples": 640, "task.pace": str(tmp_path / "pace"),
                 "elastic.max": 1, "local_sgd.inner_steps": 10}  # fmt: skip
+    (tmp_path / "of-a-task").mkdir()
     config = tmp_path / "tiny.toml"
     config.write_text("".join(f"{line}\n" for line in toml(settings)))
     yield config
@@ -254,6 +258,9 @@ def starts(runs: Path) -> int:
 def test_the_command_trains_compares_and_goes_on(tiny: Path, tmp_path: Path):
     env = environment(tmp_path, PYTHONPATH=str(TESTS))
     options = ("--seeds", 2, "--margin", 100.0)
+    # Its task's relative paths begin elsewhere than those of its user.
+    tiny = tiny.rename(tiny.with_name("of-a-task") / tiny.name)
+    tiny = Path(os.path.relpath(tiny))
     done = elastic("validate", tiny, *options, "--json", env=env, timeout_s=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

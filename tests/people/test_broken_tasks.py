@@ -52,6 +52,8 @@ BROKEN = {  # part of the task, what it is instead, what is said
     "a model without parameters": ("model", "return torch.nn.ReLU()", "no parameters"),
     "a model of negative size": ("model", "return torch.nn.Linear(-4, 1)", "-4"),
     "a frozen model": ("model", "return torch.nn.Linear(4, 1).requires_grad_(False)", "param"),
+    "a model in a list": (
+        "model", "return [torch.nn.Linear(4, 1)] * 50", "a torch.nn.Module, not [Linear("),
     "a number as a model": ("model", "return 3", "a torch.nn.Module, not 3"),
     "an empty data set": ("dataset", "return []", "the data set is empty"),
     "no data set": ("dataset", "return None", "NoneType"),
@@ -68,7 +70,8 @@ BROKEN = {  # part of the task, what it is instead, what is said
         " lambda s, i: torch.ones(4)})()", "__len__"),
     "a data set that raises": ("dataset", "raise KeyError('planted')", "planted"),
     "a data set that ends": ("dataset", "raise SystemExit(0)", "SystemExit"),
-    "a loss of another shape": ("loss", "return model(batch)", "one finite number"),
+    "a loss of another shape": (
+        "loss", "return model(batch) * torch.ones(99)", "one finite number"),
     "a loss that is no number": ("loss", "return model(batch).mean() / 0", "one finite number"),
     "a loss that is none": ("loss", "return None", "one finite number as a tensor, not None"),
     "a loss that is a float": ("loss", "return model(batch).mean().item()", "as a tensor, not "),

@@ -29,7 +29,7 @@ import pytest
 from elastic.base import durable
 from elastic.base.errors import ElasticError, UsageError
 from elastic.lab.chaos import Chaos
-from elastic.people import metrics, report, timeline
+from elastic.people import metrics, report
 from elastic.run.rundir import RunDir
 from helpers import ROOT, commit_of, elastic, environment
 from running import Running, running
@@ -200,7 +200,7 @@ def test_nothing_in_a_run_can_become_part_of_the_page(lived):
     event = {"kind": "warning", "time": facts.began, "reason": evil}
     seen = facts.seen | {"run": evil, "summary": evil, "reason": evil, "path": evil}
     jobs = [job_of(role=evil, started=facts.began, ended=facts.began + 9, outcome=evil)]
-    incidents = timeline.incidents([event])
+    incidents = report.incidents([event])
     found = report.Contents(seen, facts.began, facts.points, facts.scores, jobs, incidents,
                          facts.gpu_seconds)  # fmt: skip
     text = report.page(found)
@@ -268,7 +268,7 @@ def test_a_job_of_the_hour_that_comes_twice_is_drawn_forwards(lived, monkeypatch
 
 
 def test_long_curves_are_thinned_and_keep_their_end():
-    points = [timeline.Point(i, i, 1.0, 1.0) for i in range(10_001)]
+    points = [report.Point(i, i, 1.0, 1.0) for i in range(10_001)]
     few = report.thinned(points)
     assert len(few) <= report.MOST_POINTS + 1
     assert (few[0], few[-1]) == (points[0], points[-1])

@@ -86,7 +86,8 @@ WAITING = seen(
           job(1, "PENDING", reason="QOSMaxJobsPerUserLimit"), job(2, "PENDING", reason="Odd")],
 )  # fmt: skip
 FAILED = seen(
-    **NOBODY, state="failed", reason="worker 3 failed 3 times in a row", jobs=[], next="nothing",
+    **NOBODY, state="failed", reason="worker 3 failed 3 times in a row", jobs=[],
+    next="nothing, until elastic-scale 7b",
     detail="Traceback (most recent call last):\nValueError: [no] such file",
 )  # fmt: skip
 SILENT = seen(

@@ -16,10 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.errors import TryAgain
 from elastic.jobs.history import Job
 from elastic.jobs.sched import Elsewhere
-from elastic.local.store import Store
 from elastic.people import status
 from elastic.people.metrics import prometheus
 from elastic.people.status import Depth
@@ -169,16 +168,6 @@ def test_where_nobody_can_list_the_jobs_nobody_says_that_there_is_none(
         if depth != Depth.ROW:
             assert found[0]["summary"].startswith(f"unknown: {said}")
             assert "elastic_gpus{" not in prometheus(found)
-
-
-def test_a_server_that_refuses_is_told_of_and_hides_no_run(runs, monkeypatch):
-    """That of a run whose folder was copied: it is the other one's."""
-    def refuse(_run):
-        raise ElasticError("Redis at n1:1 refuses: no permissions", "see endpoint.json")
-
-    monkeypatch.setattr(Store, "open", refuse)
-    seen = status.observe_all(runs[:1], is_named=True)[0]
-    assert "the master is not reachable yet: Redis at n1:1 refuses" in seen["reason"]
 
 
 def test_of_many_runs_that_live_some_are_asked_and_of_the_others_jobs_are_counted(runs):

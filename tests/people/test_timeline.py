@@ -6,8 +6,8 @@ import math
 import pytest
 
 from elastic.jobs import plan
-from elastic.people import timeline
-from elastic.people.timeline import Point
+from elastic.people import report
+from elastic.people.report import Point
 from elastic.run import wording
 from elastic.run.records import ORDERLY, Outcome
 from elastic.run.wording import EventKind
@@ -26,9 +26,9 @@ END = event("end", 20.5, **WORKER, submitted=1.0, started=10.0, ended=20.0, outc
 def test_a_worker_that_was_asked_to_leave_is_no_incident():
     asked = event("cancel", 19.0, role="worker", slot=3, job_id="7", reason="2 slots now")
     left = event("preempt", 20.0, **WORKER, attempt=1, reason="notice", steps=5)
-    assert timeline.incidents([asked, left, {**END, "outcome": "cancelled"}]) == []
+    assert report.incidents([asked, left, {**END, "outcome": "cancelled"}]) == []
     taken = {**left, "slot": 4, "job_id": "9"}
-    assert timeline.incidents([asked, left, taken]) == [taken]
+    assert report.incidents([asked, left, taken]) == [taken]
 
 
 def test_a_master_that_was_killed_is_an_incident_and_its_successor_is_none():
@@ -36,35 +36,35 @@ def test_a_master_that_was_killed_is_an_incident_and_its_successor_is_none():
     new = event("master", 22.0, epoch=2, node="n1")
     step = event("outer-step", 25.0, version=7, workers=2, loss=1.0)
     first = event("master", 1.0, epoch=1, node="n1")
-    assert timeline.incidents([first, death, new, step]) == [death]
+    assert report.incidents([first, death, new, step]) == [death]
 
 
 def test_a_master_that_hands_over_in_time_is_no_incident():
     """Its time limit came, or the mode was changed and changed back: nothing went wrong."""
     left = event("end", 21.0, role="master", slot=0, job_id="1", outcome="yielded", reason="notice")
     taken = [event("master", at, epoch=epoch, node="n1") for at, epoch in ((1.0, 1), (20.0, 2))]
-    assert timeline.incidents([*taken, left]) == []
+    assert report.incidents([*taken, left]) == []
 
 
 def test_an_end_that_was_announced_is_no_second_incident():
-    assert timeline.incidents([END]) == []
+    assert report.incidents([END]) == []
 
 
 def test_points_have_the_speed_since_the_one_before():
     commits = [commit_of(), commit_of(1, time=2.0, tokens=100, loss=3.0),
                commit_of(2, time=4.0, tokens=300, loss=2.0)]  # fmt: skip
-    assert timeline.points(commits) == [Point(2.0, 100, 3.0, 50.0), Point(4.0, 300, 2.0, 100.0)]
+    assert report.points(commits) == [Point(2.0, 100, 3.0, 50.0), Point(4.0, 300, 2.0, 100.0)]
 
 
 def test_points_have_their_speed_where_nobody_told_a_loss():
-    (point,) = timeline.points([commit_of(), commit_of(1, time=2.0, tokens=100, loss=None)])
+    (point,) = report.points([commit_of(), commit_of(1, time=2.0, tokens=100, loss=None)])
     assert (point.tokens_per_s, math.isnan(point.loss)) == (50.0, True)
 
 
 def test_of_steps_that_were_trained_again_the_second_time_counts():
     steps = [(1.0, 10, 5.0), (2.0, 20, 4.0), (3.0, 30, 3.0), (9.0, 20, 4.5), (10.0, 30, 3.5)]
     lines = [{"time": time, "tokens": tokens, "loss": loss} for time, tokens, loss in steps]
-    assert [(p.time, p.tokens) for p in timeline.points([], lines)] == [(9.0, 20), (10.0, 30)]
+    assert [(p.time, p.tokens) for p in report.points([], lines)] == [(9.0, 20), (10.0, 30)]
 
 
 # ---- words
@@ -96,7 +96,7 @@ def test_an_outcome_is_its_word_and_the_word_of_a_later_version_is_no_incident()
     assert (Outcome("yielded"), f"{Outcome.YIELDED}") == (Outcome.YIELDED, "yielded")
     assert "yielded" in ORDERLY
     ends = [{**END, "outcome": word} for word in (*Outcome, "eaten by a later version")]
-    outcomes = {incident["outcome"] for incident in timeline.incidents(ends)}
+    outcomes = {incident["outcome"] for incident in report.incidents(ends)}
     assert outcomes == {"killed", "lost", "failed", "refused", "held"}
 
 

@@ -208,6 +208,10 @@ def test_a_copy_of_a_record_is_none(ledger):
 def test_no_commit_at_all_is_said_so(tmp_path):
     (tmp_path / "commits").mkdir()
     assert audit(tmp_path)["problems"] == []  # it may come yet
+    (tmp_path / "versions" / "000012").mkdir(parents=True)
+    assert audit(tmp_path)["problems"] == ["no version is committed"]
+    (tmp_path / "versions" / "000012").rmdir()
+    assert audit(tmp_path)["problems"] == []
     (tmp_path / "DONE").write_text('{"reason": "run done", "time": 1.0}')
     assert audit(tmp_path)["problems"] == ["no version is committed"]
 

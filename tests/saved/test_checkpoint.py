@@ -169,7 +169,9 @@ def test_state_that_is_more_exact_than_its_parameter_stays_so(run):
     fresh = Exact(other.parameters(), lr=1.0)
     (run.path / "slots/0000").mkdir(parents=True)
     (run.path / entry["name"]).rename(run.path / "slots/0000" / entry["name"])
-    assert inner_state.load(run, inner_state.Pointer(0, 1, 1, (entry,)), [fresh], 0) == ""
+    pointer = inner_state.Pointer(0, 1, 1, (entry,))
+    assert inner_state.load(run, pointer, [fresh], 0, 2) == "it was saved by 1 ranks"
+    assert inner_state.load(run, pointer, [fresh], 0) == ""
     assert all(map(torch.equal, [state["master"] for state in fresh.state.values()], wanted))
 
 

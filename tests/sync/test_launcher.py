@@ -13,8 +13,7 @@ from elastic.base import durable
 from elastic.base.errors import TryAgain
 from elastic.base.signals import Notice
 from elastic.jobs import history, sched_slurm
-from elastic.jobs.ending import End
-from elastic.jobs.history import TRAINER, Job
+from elastic.jobs.history import TRAINER, End, Job
 from elastic.jobs.program import Program
 from elastic.run.records import Outcome
 from elastic.sync import launch

@@ -30,7 +30,7 @@ from crashing import KILLED, LOST, REFUSED, UNANSWERED, Point, World, report, tr
 from elastic.base import config, durable  # fmt: skip
 from elastic.base.durable import checksum
 from elastic.base.signals import Notice
-from elastic.jobs.ending import End
+from elastic.jobs.history import End
 from elastic.local.master import averaging, journal, master, server as master_server
 from elastic.local.master.averaging import Averager
 from elastic.local.master.master import Master

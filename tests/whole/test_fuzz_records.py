@@ -18,7 +18,7 @@ from elastic.base.errors import ElasticError
 from elastic.jobs import history
 from elastic.jobs.cadence import observed_mtbi_s
 from elastic.jobs.history import Job
-from elastic.people import report, timeline
+from elastic.people import report
 from elastic.run import goodput, membership, sound, wording
 from elastic.run.audit import (
     check_files,
@@ -167,7 +167,7 @@ def of_use_as_event(run: RunDir, path: Path) -> None:
     events = run.events()
     if not events:
         raise ElasticError("nothing of it is left")
-    timeline.incidents(events)
+    report.incidents(events)
     report.newest_jobs(events, [], 50.0)
     goodput.ledger(goodput.allocations(events, [], 1, 50.0), [])
     assert all(isinstance(wording.event_words(event), str) for event in events)
@@ -185,7 +185,7 @@ def of_use_as_commit(run: RunDir, path: Path) -> None:
     if len(commits) != 2:
         assert problems
         raise ElasticError(problems[0])
-    timeline.points(found)
+    report.points(found)
     goodput.ledger([], goodput.work_in(found))
     run.commits.newest_version()
 

@@ -18,17 +18,17 @@ PACKAGE = ROOT / "lib" / "elastic"
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
     "base": 1034,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1389,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1705,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 1051,  # a process with torch: the task, its ranks, its device, its health
+    "run": 1391,  # one run on disk: its folder, its records, its samples, its proof
+    "jobs": 1707,  # jobs on a cluster: what is there, what should be, one pass
+    "train": 1053,  # a process with torch: the task, its ranks, its device, its health
     "saved": 968,  # tensors on disk, committed by link(): what both modes begin with
     "local": 578,  # local mode: what both sides of the wire speak
     "local/worker": 1389,  # one slot: hold the lease, train, deliver
-    "local/master": 1097,  # one master: Redis, samples, rounds, commits
-    "sync": 1063,  # sync mode: one job that resizes
-    "people": 2146,  # what a person asks and sees
-    "lab": 1141,  # trying and proving; nothing imports it
-    "commands": 471,  # click: options, checks, exit codes
+    "local/master": 1096,  # one master: Redis, samples, rounds, commits
+    "sync": 1060,  # sync mode: one job that resizes
+    "people": 2148,  # what a person asks and sees
+    "lab": 1139,  # trying and proving; nothing imports it
+    "commands": 470,  # click: options, checks, exit codes
     ".": 187,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from elastic.people import status, timeline
+from elastic.people import report, status
 from elastic.saved.checkpoint import steps as saved_steps
 from elastic.saved.replica import Replica
 from elastic.saved.versions import read_layout, read_params
@@ -130,7 +130,7 @@ def test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on(tmp_path
 
 def test_what_its_user_asks_for_is_no_preemption(tmp_path):
     def taken() -> tuple[float, set[str]]:
-        kinds = {each["kind"] for each in timeline.incidents(run.events())}
+        kinds = {each["kind"] for each in report.incidents(run.events())}
         return status.observe(run.run)["preemptions_per_h"], kinds - {"reject"}
 
     with both(tmp_path) as run:

@@ -21,7 +21,6 @@ from elastic.run.audit import audit as audit_ledger, gpu_seconds, has_ledger
 from elastic.run.rundir import RunDir
 
 WATCH_S = 2.0
-LAST_WORDS_S = 5.0  # for the jobs of a run that is over
 LISTED_S = 30.0  # --watch takes a listing of jobs that is so old: squeue is costly for sites
 
 file_option = functools.partial(click.option, type=click.Path(path_type=Path), metavar="FILE")
@@ -132,7 +131,7 @@ def _end_with(run: RunDir, process: subprocess.Popen) -> None:
         time.sleep(WATCH_S)
         with contextlib.suppress(ElasticError):
             is_over = bool(run.done() or run.failed())
-    time.sleep(LAST_WORDS_S)
+    time.sleep(2 * WATCH_S)
     process.terminate()
 
 

@@ -1,4 +1,5 @@
-"""What is known about the jobs of a run, and how it grows from pass to pass. Pure.
+"""What is known about the jobs of a run, how it grows from pass to pass, and how a job says
+that it ends. Pure.
 
 A listing of the scheduler is a moment's view, Slurm forgets ended jobs within minutes,
 and a job's own exit record says nothing if it was killed before it could write. Memory
@@ -12,11 +13,15 @@ may or may not have succeeded.
 - Every end becomes news exactly once, and is kept while it can matter.
 """
 
+import signal
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from traceback import format_exception
 
+from elastic.base.errors import ElasticError, Exit, TryAgain
 from elastic.run.records import ORDERLY, Outcome
+from elastic.run.wording import EventKind
 
 MASTER = "master"
 WORKER = "worker"
@@ -39,6 +44,15 @@ CANCEL_AGAIN_S = 60.0  # how long a cancelled job may take to go
 CLOCK_SKEW_S = 300.0  # an exit record older than its job by more is another job's
 RECENT_S = 1800.0  # how long an end counts for its node
 WORKED_S = 1800.0  # a job that lasted this long, and took a step, was not part of a crash loop
+
+BAD = {Outcome.FAILED: Exit.ERROR, Outcome.KILLED: Exit.TRY_AGAIN}
+EXIT_CODES = {  # of a role, by outcome; all others: 0
+    MASTER: {**BAD, Outcome.FENCED: Exit.DO_NOT_RESTART},
+    WORKER: {**BAD, Outcome.STOPPED: Exit.DO_NOT_RESTART},
+    TRAINER: {**BAD, **dict.fromkeys((Outcome.STOPPED, Outcome.FENCED), Exit.DO_NOT_RESTART)},
+}
+# The event that tells of an outcome; of all others "leave" tells.
+EVENTS = {**dict.fromkeys(BAD, EventKind.LOST), Outcome.YIELDED: EventKind.PREEMPT}
 
 
 def has_ended(state: str) -> bool:
@@ -302,3 +316,43 @@ def _with_memory(row: Job, known: Job | None) -> Job:
 
 def _word(state: str) -> str:
     return state.split()[0].rstrip("+") if state.strip() else ""
+
+
+# ---- how a job ends, in its own words
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job, or one attempt of it, has ended; `detail`: the last words of what
+    failed; `unfit`: the nodes on which a rank found that it cannot train there."""
+
+    outcome: Outcome
+    reason: str
+    detail: str = ""
+    unfit: tuple[str, ...] = ()
+
+
+def name_of(exit_code: int) -> str:
+    """How a process ended, in words: "code 1" or "signal SIGKILL" (negative codes)."""
+    return f"code {exit_code}" if exit_code >= 0 else f"signal {signal.Signals(-exit_code).name}"
+
+
+def end_of_run(closing: str) -> End:
+    """The end of a job whose run does not go on; `closing`: why, as RunDir says."""
+    outcome = Outcome.DONE if closing == "done" else Outcome.STOPPED
+    return End(outcome, f"the run is {closing}")
+
+
+def end_of_error(error: Exception, role: str, has_notice: bool) -> End:
+    """The end of a program that an error has ended. `detail` is the way out, or the
+    traceback of an error that nobody foresaw.
+
+    Silence is no crash of the user's program. But a master whose Redis is of no use may
+    never have another one: that has to come to an end.
+    """
+    is_silence = isinstance(error, TryAgain) and role != MASTER
+    outcome = Outcome.KILLED if is_silence else Outcome.FAILED
+    outcome = Outcome.YIELDED if has_notice else outcome
+    if isinstance(error, ElasticError):
+        return End(outcome, error.what, error.hint)
+    return End(outcome, f"{type(error).__name__}: {error}", "".join(format_exception(error)))

@@ -14,6 +14,7 @@ from elastic.jobs.sched import jobs_of, scheduler_of
 from elastic.run.rundir import RunDir
 
 PASS_S = 60.0  # for a pass
+MOST_PASSES = 60  # after a job: its scheduler may be another machine's by then
 SHARED_S = 30.0  # age of an answer of squeue that many jobs and status share
 
 
@@ -61,12 +62,12 @@ def reconcile_now(run: RunDir, within_s: float = 0.0) -> None:
 def pass_until_queued(run: RunDir) -> None:
     """Passes until the run has a job, or wants none: after a crash the first of them waits,
     and nobody else may call. For a run on the local scheduler."""
-    while True:
+    for _ in range(MOST_PASSES):
         reconcile_now(run)
         with contextlib.suppress(TryAgain):
             if run.closing() or jobs_of(run.name, scheduler_of(run)):
                 return
-        time.sleep(run.config().elastic.backoff_s)
+        time.sleep(max(1.0, run.config().elastic.backoff_s))
 
 
 if __name__ == "__main__":

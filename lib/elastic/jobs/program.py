@@ -19,7 +19,7 @@ from elastic.base.environment import env, environment
 from elastic.base.errors import Exit
 from elastic.base.network import node_name
 from elastic.base.signals import Notice, die_with_parent
-from elastic.jobs.ending import EVENTS, EXIT_CODES, End, end_of_error
+from elastic.jobs.history import EVENTS, EXIT_CODES, End, end_of_error
 from elastic.run.rundir import RunDir
 
 MARK = "ELASTIC_RANK"  # RUN_DIR:JOB_ID.ATTEMPT.RANK, in the environment of all its processes

@@ -92,9 +92,11 @@ class LocalScheduler:
     def cancel(self, job_id: str, kill: bool = False) -> None:
         """A pending job never starts. A running one gets a notice, and is killed after its
         grace."""
-        if self._record(job_id) and create_once(self._path(job_id, "claim"), NEVER):
-            create_once(self._path(job_id, "cause"), b"CANCELLED")
-        self._send_away(job_id, b"CANCELLED", 0.0 if kill else self.grace_s)
+        try:
+            if self._record(job_id) and create_once(self._path(job_id, "claim"), NEVER):
+                create_once(self._path(job_id, "cause"), b"CANCELLED")
+        finally:  # also on a full disk
+            self._send_away(job_id, b"CANCELLED", 0.0 if kill else self.grace_s)
 
     def wait_for(self, job_id: str, spec: JobSpec) -> None:
         """Nothing to do: here GPUs are free as soon as their job has ended."""
@@ -234,14 +236,16 @@ class LocalScheduler:
         after the grace, even if this one is gone by then."""
         if not (leader := self._leader(job_id)):
             return
-        create_once(self._path(job_id, "cause"), cause)
-        if grace_s > 0:
+        try:
+            create_once(self._path(job_id, "cause"), cause)
+        finally:
+            if not grace_s:
+                self.kill(job_id)
+        if grace_s:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(leader.pid, SIGTERM)
             program = (sys.executable, "-P", "-m", "elastic.jobs.sched_local")
             detached([*program, str(self.state), job_id, str(grace_s)], _outliving())
-        else:
-            self.kill(job_id)
 
     def kill_after(self, job_id: str, grace_s: float) -> None:
         """Kill a job if it is still there when its grace is over."""

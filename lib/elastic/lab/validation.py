@@ -24,7 +24,7 @@ from elastic.base.durable import patiently
 from elastic.base.environment import runs_root
 from elastic.base.errors import ElasticError, UsageError
 from elastic.jobs.reconcile import run_pass
-from elastic.people import evaluation, steering, submission, timeline
+from elastic.people import evaluation, report, steering, submission
 from elastic.run.rundir import RunDir
 
 BASELINE = "sync"
@@ -91,7 +91,10 @@ def _begin(config: Config, root: Path) -> RunDir:
     if is_new:
         submission.check(config, root)
         submission.start(config, root)
-    if replace(run.config(), slurm=config.slurm) != config:  # where it trains does not count
+    mine = run.config().slurm  # with its share of a node
+    same = replace(config.slurm, cpus_per_gpu=mine.cpus_per_gpu, mem_per_gpu=mine.mem_per_gpu,
+                   master_mem=mine.master_mem)  # fmt: skip
+    if run.config() != replace(config, slurm=same):
         raise UsageError(f"{run.path} was trained with another configuration",
                          "remove that folder, or give --set run.name=NAME")  # fmt: skip
     if not (is_new or run.done()):  # it goes on, also if it was stopped or has failed
@@ -127,7 +130,7 @@ def final_loss(run: RunDir, metric: str = "") -> float:
 
 def curve(run: RunDir) -> list[float]:
     """The training loss along the run."""
-    points = timeline.points(list(run.commits.all()), run.lines("metrics.jsonl"))
+    points = report.points(list(run.commits.all()), run.lines("metrics.jsonl"))
     return [point.loss for point in points]
 
 

@@ -23,16 +23,18 @@ from torch.utils.data import default_collate
 
 from elastic.base import config as configuration
 from elastic.base.errors import ElasticError, Exit
+from elastic.run import wording
 from elastic.run.estimate import Model
 from elastic.saved.codec import CODECS
 from elastic.saved.layout import Layout
 from elastic.saved.replica import shapes
 from elastic.train.loading import check
 from elastic.train.optimizers import optimizer_of
-from elastic.train.task import count_tokens, load_task
+from elastic.train.task import count_tokens, go_to, load_task
 
 # Parameters: seconds of two cores, 0.5 GB with gradients and the rest.
 MOST_TRIED = 30_000_000
+MOST_SHOWN = 80  # characters of what a task returns
 LACKING = (OSError, ImportError, MemoryError)
 
 
@@ -41,7 +43,8 @@ def measured(config, task) -> Model:
     with torch.device("meta"):
         model = task.model()
     if not isinstance(model, torch.nn.Module):
-        raise ElasticError(f"model() is to return a torch.nn.Module, not {model!r}")
+        found = wording.one_line(repr(model), MOST_SHOWN)
+        raise ElasticError(f"model() is to return a torch.nn.Module, not {found}")
     layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
     if not layout.fragments:
         raise ElasticError("the model has no parameters that are trained")
@@ -80,7 +83,8 @@ def attempt(config, task, numel: int, is_here: bool) -> tuple[str, int]:
 
 def _one_number(loss: object) -> torch.Tensor:
     if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.isfinite()):
-        raise ElasticError(f"loss() is to return one finite number as a tensor, not {loss!r}")
+        found = wording.one_line(repr(loss), MOST_SHOWN)
+        raise ElasticError(f"loss() is to return one finite number as a tensor, not {found}")
     return loss
 
 
@@ -99,6 +103,7 @@ def main() -> int:
     config = configuration.load(Path(path), settings)
     tries, is_here = "--try" in sys.argv, "--here" in sys.argv
     try:
+        go_to(Path(config.run.folder))
         task = load_task(config.run.task, config.task, Path(config.run.folder))
         model = measured(config, task)
         untried, counted = attempt(config, task, model.numel, is_here) if tries else ("", 0)

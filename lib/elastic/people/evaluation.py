@@ -3,7 +3,6 @@ newest checkpoint of sync mode. Loads torch and the task into this process.
 """
 
 import contextlib
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,7 +55,8 @@ def of_version(run: RunDir, commit: Commit) -> dict[str, float]:
 def of_checkpoint(run: RunDir, saved: Saved) -> dict[str, float]:
     """Scores of a checkpoint."""
     with _task(run) as (task, model):
-        replica, reader = Replica(model, Layout.of(shapes(model), math.inf)), reader_of(run, saved)
+        layout = Layout.of(shapes(model), run.config().local_sgd.fragment_bytes)
+        replica, reader = Replica(model, layout), reader_of(run, saved)
         for index, tensors in enumerate(replica.layout.fragments):
             replica.load(index, read_params(reader, tensors))
         return score(task, model)
@@ -64,8 +64,9 @@ def of_checkpoint(run: RunDir, saved: Saved) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _task(run: RunDir) -> Iterator[tuple[Task, nn.Module]]:
-    """The task and its model, while the folder of the task is the current one."""
-    with contextlib.chdir("."):
+    """The task and its model, while the run's folder is the current one: there the
+    relative paths of the run begin."""
+    with contextlib.chdir(run.config().run.folder):
         task = load(run.config())
         seed(run.config().run.seed)  # as where it was trained: a random buffer, a random split
         yield task, task.model().to("cuda" if torch.cuda.is_available() else "cpu")

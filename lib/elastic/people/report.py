@@ -1,5 +1,6 @@
 """A run as one page, to look at and to send: `elastic-report`.
 
+    incidents   what happened, in the order of time: by events, commits and steps
     gather      reads the run directory once, into `Contents`
     draw_*      each draws a panel with matplotlib, whose one importer this file is
     page        the panels as SVG inside one HTML file: no script, no network, text that
@@ -8,19 +9,20 @@
 
 import html
 import io
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
 from elastic.base.errors import ElasticError
-from elastic.people import status, timeline
-from elastic.people.timeline import Point
+from elastic.people import status
 from elastic.run import wording
 from elastic.run.audit import gpu_seconds
-from elastic.run.goodput import jobs_in, shares
-from elastic.run.records import WANTED, Outcome
+from elastic.run.goodput import job_key, jobs_in, shares
+from elastic.run.records import SURPRISES, WANTED, Commit, Outcome
 from elastic.run.rundir import RunDir
 from elastic.run.told import Score
 from elastic.run.wording import EventKind
@@ -46,6 +48,48 @@ svg { max-width: 100% } table { border-collapse: collapse }
 td, th { text-align: left; padding: .15rem 1rem .15rem 0 }
 td { border-top: 1px solid #ddd; vertical-align: top }
 """
+INCIDENTS = (
+    EventKind.CHAOS, EventKind.LOST, EventKind.HANG, EventKind.RESTART, EventKind.REJECT,
+    EventKind.TAKEN_BACK, EventKind.REDIS_LOST, EventKind.DISK, EventKind.WARNING,
+    EventKind.NODES_LOST, EventKind.FAIL,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point:
+    """A version, or a step of sync mode, with the rate since the one before. A loss that is
+    not known is NaN."""
+
+    time: float
+    tokens: int
+    loss: float
+    tokens_per_s: float
+
+
+def incidents(events: Sequence[Mapping]) -> list[Mapping]:
+    """What a reader should know of, oldest first."""
+    # A job that a pass asked to leave was not preempted.
+    asked = {job_key(event) for event in events if event["kind"] == EventKind.CANCEL}
+    return [event for event in events if event["kind"] in INCIDENTS
+            or (event["kind"] == EventKind.END and event["outcome"] in SURPRISES)
+            or (event["kind"] == EventKind.PREEMPT and job_key(event) not in asked)]  # fmt: skip
+
+
+def points(commits: Iterable[Commit], metrics: Iterable[Mapping] = ()) -> list[Point]:
+    """Loss and speed along the run, over versions of local mode and steps of sync mode."""
+    versions = [(commit.time, commit.tokens, commit.loss) for commit in commits]
+    steps = [(line["time"], line["tokens"], line.get("loss")) for line in metrics]
+    # By tokens, not by time: machines may disagree about that. Of a step that was trained
+    # twice the later line counts.
+    rows = {row[1]: row for row in versions + steps}
+    return list(_rates([rows[tokens] for tokens in sorted(rows)]))
+
+
+def _rates(rows: Sequence[tuple]) -> Iterator[Point]:
+    for (before, fewer, _), (now, tokens, loss) in pairwise(rows):
+        passed_s = now - before if now > before else math.nan
+        loss = math.nan if loss is None else loss
+        yield Point(now, tokens, loss, (tokens - fewer) / passed_s)
 
 
 @dataclass(frozen=True)
@@ -69,10 +113,10 @@ def gather(run: RunDir) -> Contents:
     return Contents(
         seen=status.observe(run),
         began=events[0]["time"],
-        points=thinned(timeline.points(commits, run.lines("metrics.jsonl"))),
+        points=thinned(points(commits, run.lines("metrics.jsonl"))),
         scores=thinned([each for each in run.scores.read() if each.loss is not None]),
         jobs=newest_jobs(events, run.jobs.endings(), now),
-        incidents=timeline.incidents(events),
+        incidents=incidents(events),
         gpu_seconds=gpu_seconds(run),
     )
 

@@ -65,8 +65,9 @@ class Crew:
     """A row for each worker (or rank), as `observe` has them, and words on all of them."""
 
     workers: Sequence[dict] = ()
-    words: str = ""  # of rank 0, or of the master; of one that stands still, what to do
+    words: str = ""  # of the master, or of rank 0
     silence: str = ""  # why the master cannot be asked
+    hang: str = ""  # what to do about a master that stands still
     crash: str = ""  # the crash after which the ranks start again
     program: str = ""  # what run.command is at
 
@@ -285,6 +286,7 @@ def _reasons(look: Look, crew: Crew) -> Iterator[str]:
         there = counted(gpus, "GPU")
         yield f"{there}, fewer than the {least} wanted" if workers and gpus < least else ""
         yield "" if workers or look.trouble else "no worker is there"
+    yield crew.hang
     # The disk is looked at from here, too: if it is full, nobody else may be able to say so.
     yield look.shortage or crew.words
     # Workers alone: a rank, which has no pid here, does not beat, and crew.words tell of it.
@@ -343,7 +345,7 @@ def _workers(run: RunDir, facts: Facts, jobs: Sequence[dict]) -> Crew:
     try:
         with contextlib.closing(Store.open(run)) as store:
             now, slots, master = store.now(), store.slots(), store.master()
-    except ElasticError as silence:  # or one that refuses, as of a run that was copied
+    except TryAgain as silence:
         return Crew(_on_record(facts, jobs), silence=silence.what)
     silence = "" if master else f"Redis at {store.where} knows no master"
     stall_after_s, hang = facts.config.health.stall_after_s, ""
@@ -353,7 +355,7 @@ def _workers(run: RunDir, facts: Facts, jobs: Sequence[dict]) -> Crew:
     workers = [{**asdict(slot), "state": membership.state(slot, now, stall_after_s),
                 "last_beat_s": round(max(0.0, now - slot.beat), 3)}
                for _, slot in sorted(slots.items())]  # fmt: skip
-    return Crew(workers, hang or master.get("reason", ""), silence)
+    return Crew(workers, master.get("reason", ""), silence, hang)
 
 
 def _by_jobs(jobs: Sequence[dict]) -> list[dict]:

@@ -192,9 +192,10 @@ def stop(run: RunDir, now: bool) -> str:
     scheduler = scheduler_of(run)
     jobs = jobs_of(run.name, scheduler) if now else []
     for job in jobs:
-        scheduler.cancel(job.job_id, kill=True)
+        with contextlib.suppress(OSError):  # of the same disk
+            scheduler.cancel(job.job_id, kill=True)
     if refused:
-        hint = "make room and stop it again" + "; --now kills its jobs before" * (not now)
+        hint = "make room and stop it again" + "; --now kills its jobs all the same" * (not now)
         raise ElasticError(f"not noted, so jobs may come back: {refused}", hint)
     with contextlib.suppress(TryAgain):
         is_at_work = not run.done() and any(job.started for job in jobs)

@@ -59,8 +59,8 @@ def described(
     config: Path, settings: Sequence[str], *how: str
 ) -> tuple[estimate.Model | None, str]:
     """The run's model, or None; why it cannot be known here, or why a first step was not
-    tried. `how`: "--try" that step; "--here": where its jobs are to run. Raises
-    ElasticError with the end of the traceback if the task fails."""
+    tried. `how`: "--try" that step; "--here": its jobs run here, so what is lacking counts.
+    Raises ElasticError with the end of the traceback if the task fails."""
     command = [sys.executable, "-P", "-m", "elastic.people.describe", *how, str(config),
                "slurm.partition=any", *settings]  # fmt: skip
     try:

@@ -50,7 +50,8 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     newest = commits[-1].version if commits else 0
     saved = read_checkpoints(run_dir, newest)
     if not (commits or saved):
-        problems += ["no version is committed"] * finished
+        is_lost = finished or any((run_dir / "versions").glob("[0-9]*"))
+        problems = problems or ["no version is committed"] * is_lost
         return {"commits": 0, "epochs": [], "finished": finished, "problems": problems}
     # The newest checkpoint says all that was trained since the newest version.
     trained = [*commits, *(replace(last, version=newest + 1) for last in saved[-1:])]

@@ -130,8 +130,8 @@ class RunDir:
         return self.path
 
     def config(self) -> Config:
-        """The resolved configuration, as it was at submission."""
-        if self._config is None:  # it is written once
+        """The resolved configuration, as it was submitted, or has been mended since."""
+        if self._config is None:
             self._config = configuration.load_written(self.private / "run.toml")
         return self._config
 
@@ -264,8 +264,9 @@ def place_of(root: Path, name: str) -> Path:
     if path.exists() or (link.is_symlink() and link.readlink() != path):
         where = path if path.exists() else Path(os.readlink(link))
         folder = where if where.exists() else link
-        goes_on = f"go on with it (mend its run.toml; elastic-scale {name}), "
-        hint = f"choose another --name, {goes_on if where.exists() else ''}or remove {folder}"
+        is_done = not where.exists() or (where / "DONE").exists()
+        goes_on = "" if is_done else f"go on with it (mend its run.toml; elastic-scale {where}), "
+        hint = f"choose another --name, {goes_on}or remove {folder}"
         raise UsageError(f"run name taken: {name!r} is {where}", hint)
     return path
 

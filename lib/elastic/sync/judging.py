@@ -1,7 +1,7 @@
 """What the end of the ranks of a synchronous job means. Pure."""
 
 from elastic.base.errors import Exit
-from elastic.jobs.ending import End, end_of_run, name_of
+from elastic.jobs.history import End, end_of_run, name_of
 from elastic.run.records import Outcome
 
 

@@ -36,8 +36,7 @@ from elastic.base.network import bind_address, free_port, node_name
 from elastic.base.signals import Notice, install
 from elastic.jobs import cadence, sched_local, sched_slurm, sizing
 from elastic.jobs.command import expand
-from elastic.jobs.ending import End, end_of_run
-from elastic.jobs.history import TRAINER
+from elastic.jobs.history import TRAINER, End, end_of_run
 from elastic.jobs.passes import Passes, reconcile_now
 from elastic.jobs.program import SILENT_S, Program, run_job, start_rank
 from elastic.jobs.slurm_info import get_slurm_info, log_job_info, notice_here, with_end_time
@@ -47,7 +46,7 @@ from elastic.run.records import WANTED, Outcome
 from elastic.run.rundir import RunDir
 from elastic.sync.judging import judge
 from elastic.sync.keepalive import Keepalive
-from elastic.sync.resume import Resume
+from elastic.sync.resumable import Resume
 
 TAIL_LINES = 60  # the last words of the ranks
 # Lines of stderr that are kept: many ranks complain of a peer that is gone, at more length

@@ -49,7 +49,7 @@ from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, r
 from elastic.train.inner_optimizer import InnerOptimizer, Probe
 from elastic.train.optimizers import optimizer_of
 from elastic.train.schedule import share_of_peak
-from elastic.train.task import Interrupted, count_tokens, load_task, score
+from elastic.train.task import Interrupted, count_tokens, go_to, load_task, score
 
 PROGRESS_S = 1.0
 AGREE_S = 0.2  # of passes between two agreements: each waits for the GPUs
@@ -74,6 +74,7 @@ class Trainer:
         self.rank, self.notice, self.train = rank, notice, config.train
         # Where the run is, and where it was at the newest version.
         self.state = self._base = State()
+        go_to(Path(config.run.folder))
         task = load_task(config.run.task, config.task, Path(config.run.folder))
         # Before the data set, which may be a random part of another one: it seeds torch.
         self.learner = Learner(task, config, group)

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from elastic.base.durable import insist
 from elastic.base.errors import ElasticError
 from elastic.train.group import drop_copies, fsdp_units
 
@@ -53,16 +54,13 @@ class Task(Protocol):
 def load_task(spec: str, table: dict, search: Path | None = None) -> Task:
     """An instance of the class `spec` ("package.module:Class"), given the [task] table.
 
-    The module is looked for on PYTHONPATH, then in `search`, the folder of the run file,
-    which becomes the current one: there the task's relative paths begin. Raises
-    ElasticError saying what is wrong with the user's code, and where.
+    The module is looked for on PYTHONPATH, then in `search`, the folder of the run file.
+    Raises ElasticError saying what is wrong with the user's code, and where.
     """
     module_name, _, class_name = spec.partition(":")
     folder = str(search.resolve()) if search else ""
     if folder and folder not in sys.path:
         sys.path.append(folder)
-    if os.path.isdir(folder):  # the installation's own tasks need none
-        os.chdir(folder)
     looked = f"looked for modules on PYTHONPATH{f' and in {folder}' if folder else ''}"
     with _blaming(f"task module {module_name} does not import", looked):
         module = importlib.import_module(module_name)
@@ -76,6 +74,13 @@ def load_task(spec: str, table: dict, search: Path | None = None) -> Task:
         raise ElasticError(f"task {spec} has no method {', '.join(missing)}", hint)
     with _blaming(f"task {spec} cannot be made"):
         return task(table)
+
+
+def go_to(folder: Path) -> None:
+    """Go to the folder of the run file, where a task's relative paths begin; where it is
+    gone, a task that needs it says so."""
+    with suppress(FileNotFoundError):
+        insist(os.chdir, folder)
 
 
 @contextmanager

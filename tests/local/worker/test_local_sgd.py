@@ -21,7 +21,7 @@ import torch
 from elastic.base import durable
 from elastic.base.errors import ElasticError, Exit, TryAgain
 from elastic.base.signals import Notice
-from elastic.jobs.ending import End
+from elastic.jobs.history import End
 from elastic.local.store import WorkerStore
 from elastic.local.transport import Transport
 from elastic.local.worker import agent, deliver, line

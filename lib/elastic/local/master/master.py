@@ -22,8 +22,7 @@ from elastic.base.durable import PASSING, exists
 from elastic.base.errors import Fenced, TryAgain
 from elastic.base.network import node_name
 from elastic.base.signals import Notice
-from elastic.jobs.ending import End, end_of_run
-from elastic.jobs.history import MASTER
+from elastic.jobs.history import MASTER, End, end_of_run
 from elastic.jobs.passes import Passes, reconcile_now
 from elastic.jobs.program import Program, run_job
 from elastic.local.master.averaging import Averager

@@ -35,8 +35,7 @@ from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import free_port, node_name
 from elastic.base.signals import KILL_WAIT_S, NOTICES, Notice, install
 from elastic.jobs.command import expand
-from elastic.jobs.ending import End, end_of_run, name_of
-from elastic.jobs.history import WORKER
+from elastic.jobs.history import WORKER, End, end_of_run, name_of
 from elastic.jobs.program import Program, run_job, start_rank
 from elastic.jobs.slurm_info import notice_here
 from elastic.local.store import WorkerStore

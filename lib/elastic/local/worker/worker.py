@@ -20,7 +20,7 @@ from elastic.train.group import clip_gradients
 from elastic.train.health import NaNDetector
 from elastic.train.loading import check
 from elastic.train.optimizers import optimizer_of
-from elastic.train.task import count_tokens, load_task
+from elastic.train.task import count_tokens, go_to, load_task
 
 # Rank 0 may wait for the master for days, and the others for it.
 PATIENCE_S = 30 * 86400.0
@@ -33,6 +33,7 @@ def run(notice: Notice) -> int:
     config = place.run.config()
     # No timeout of the group's: the agent finds hangs.
     group = join(config, place.rank, place.world, PATIENCE_S)
+    go_to(Path(config.run.folder))
     task = load_task(config.run.task, config.task, Path(config.run.folder))
     model = build_model(task, config, group.device, group)
     # This worker may have to make version 0 from the initial values.
