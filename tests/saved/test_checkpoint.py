@@ -25,6 +25,7 @@ from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.saved import inner_state, storage
 from elastic.saved.checkpoint import Checkpoints, steps
+from elastic.saved.drafts import Draft
 from elastic.train.group import Group
 from forks import at_nth_step, in_children
 from helpers import wait_until
@@ -286,15 +287,15 @@ def test_a_filesystem_that_is_silent_at_a_commit_is_a_disk_that_refuses(run, mon
 
 def test_a_draft_that_another_attempt_has_swept_away_is_not_committed(run, monkeypatch):
     """Its last file made the folder anew: a record stood for a checkpoint without tensors."""
-    real, swept = os.open, []
+    real, swept = Draft.write, []
 
-    def sweep_first(path, *args, **how):
-        if Path(str(path)).name == "extra.json" and not swept:
+    def sweep_first(draft, name, *parts):
+        if not swept:
             net, optimizer = trained(0)
             swept.append(Checkpoints(run, Group(), "job2").load(net, optimizer))
-        return real(path, *args, **how)
+        return real(draft, name, *parts)
 
-    monkeypatch.setattr(os, "open", sweep_first)
+    monkeypatch.setattr(Draft, "write", sweep_first)
     with pytest.raises(OSError, match="No such file"):
         save(run, 1)
     assert (len(swept), steps(run)) == (1, [])
