@@ -1,7 +1,7 @@
 """A worker's password in the wrong hands beside an honest run: it costs the run time, and no more.
 
-Real processes, over the run's own Redis; tests/insider.py does what that password can do. 20
-seconds of it, or as many as ELASTIC_INSIDER_S says. pytest tests/whole/test_insider.py
+Real processes, over the run's own Redis; tests/insider.py does what that password can do, for
+8 seconds, or as many as ELASTIC_INSIDER_S says. pytest tests/whole/test_insider.py
 """
 
 import contextlib

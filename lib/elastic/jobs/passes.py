@@ -1,4 +1,5 @@
-"""Reconcile passes beside a job, between cron's: the same command, in a process of its own."""
+"""Reconcile passes beside a job and after it, between cron's: the same command, in a process
+of its own."""
 
 import contextlib
 import subprocess
@@ -14,7 +15,7 @@ from elastic.jobs.sched import jobs_of, scheduler_of
 from elastic.run.rundir import RunDir
 
 PASS_S = 60.0  # for a pass
-MOST_PASSES = 60  # after a job: its scheduler may be another machine's by then
+MOST_PASSES = 60  # after a job: where they are of no use, they come to an end
 SHARED_S = 30.0  # age of an answer of squeue that many jobs and status share
 
 

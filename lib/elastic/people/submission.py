@@ -70,7 +70,7 @@ def described(
     lines = trial.stderr.strip().splitlines()
     if trial.returncode == Exit.USAGE:
         what = "\n".join(["the task fails:", *lines[-LAST_LINES:]])
-        raise ElasticError(what, "correct it; --no-try if it needs a compute node")
+        raise ElasticError(what, "correct it; --no-try submits the run all the same")
     answers = re.findall(r'(?m)^{"model": .*', trial.stdout)
     if trial.returncode or not answers:  # its task may print, and end the process, too
         errors = [line for line in lines if not line.startswith("  hint: ")]
