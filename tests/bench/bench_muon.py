@@ -40,7 +40,11 @@ def main() -> None:
         multiprocessing.spawn(rank_of, (meeting.name, args), args.ranks)
 
 
-ours, torchs = partial(Muon, weight_decay=0.1), partial(torch.optim.Muon, weight_decay=0.1)
+torchs = partial(torch.optim.Muon, weight_decay=0.1)
+
+
+def ours(weights: list[torch.nn.Parameter], lr: float) -> Muon:
+    return Muon({weight: len(weight) for weight in weights}, lr, weight_decay=0.1)
 
 
 def matrix(width: int) -> torch.nn.Parameter:

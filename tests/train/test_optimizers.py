@@ -12,8 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.base.errors import ElasticError
+from elastic.train import models
 from elastic.train.inner_optimizer import InnerOptimizer
 from elastic.train.optimizers import (
+    Muon,
     Together,
     default_optimizer,
     hidden_matrices,
@@ -109,7 +111,7 @@ def test_muon_trains_adapters_alone(rank):
     """AdamW had no parameter left, and is not made without."""
     model = Adapted(rank)
     optimizer = default_optimizer(model, TRAIN)
-    assert hidden_matrices(model) == optimizer.param_groups[0]["params"]
+    assert [*hidden_matrices(model)] == optimizer.param_groups[0]["params"]
     before = [model.down.weight.detach().clone(), model.up.weight.detach().clone()]
     train(model, [optimizer])
     assert not any(map(torch.equal, before, (model.down.weight, model.up.weight)))
@@ -182,6 +184,32 @@ def test_on_a_cpu_muon_multiplies_in_float32():
     with Products() as products:
         optimizer.step()
     assert products.dtypes == {torch.float32}
+
+
+@pytest.mark.parametrize("rows", [4, [1, 7, 4]])
+def test_each_matrix_that_a_layer_stacks_moves_for_itself(rows):
+    """As q, k and v do: of their layer's whole matrix they learned less in local mode."""
+    torch.manual_seed(1)
+    stacked = nn.Sequential(nn.Linear(6, 12, bias=False), nn.Linear(12, 2))
+    stacked[0].matrix_rows = rows
+    apart = [nn.Parameter(part.detach().clone()) for part in stacked[0].weight.split(rows)]
+    given = torch.randn(3, 6)
+    alone = Muon({part: len(part) for part in apart}, TRAIN.learning_rate, TRAIN.weight_decay)
+    optimizer = default_optimizer(stacked, TRAIN)
+    for _ in range(3):
+        stacked(given).square().sum().backward()
+        for part, grad in zip(apart, stacked[0].weight.grad.split(rows), strict=True):
+            part.grad = grad.clone()
+        optimizer.step()
+        alone.step()
+        optimizer.zero_grad()
+    assert torch.allclose(stacked[0].weight, torch.cat(apart), atol=1e-6)
+
+
+def test_q_k_and_v_are_three_matrices():
+    model = models.create(models.Shape(dim=8, layers=1, heads=2, vocabulary=5, context=4))
+    weight = model.layers[0].attention.qkv.weight
+    assert [len(part) for part in weight.split(hidden_matrices(model)[weight])] == [8, 8, 8]
 
 
 def test_the_rate_and_what_is_loaded_reach_both():

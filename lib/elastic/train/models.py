@@ -105,6 +105,7 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         self.rotary = shape.style == "llama"
         self.qkv = nn.Linear(shape.dim, 3 * shape.dim, bias=False)
+        self.qkv.matrix_rows = shape.dim  # three matrices for Muon
         self.output = nn.Linear(shape.dim, shape.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
