@@ -11,6 +11,7 @@ from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.train.device import build_model, join_group
 from elastic.train.group import Group, own_part
+from elastic.train.models import Shape, create
 from elastic.train.optimizers import default_optimizer
 from elastic.train.task import score
 
@@ -21,16 +22,20 @@ INPUT = torch.arange(28.0).reshape(4, 7).sin()
 
 
 class Task:
-    """Layers of so many rows; the root has a head of its own."""
+    """Layers of so many rows, or of matrices of so many rows each; the root has a head of
+    its own."""
 
-    def __init__(self, *rows: int):
+    def __init__(self, *rows: int | list[int]):
         self.rows = rows or (8,)
 
     def model(self) -> nn.Module:
         class Net(nn.Module):
-            def __init__(self, *rows: int):
+            def __init__(self, *matrix_rows: int | list[int]):
                 super().__init__()
+                rows = [sum(each) if isinstance(each, list) else each for each in matrix_rows]
                 self.layers = nn.ModuleList(map(nn.Linear, (7, *rows), rows))
+                for layer, each in zip(self.layers, matrix_rows, strict=True):
+                    layer.matrix_rows = each
                 self.head = nn.Linear(rows[-1], 3)
 
             def forward(self, given: torch.Tensor) -> torch.Tensor:
@@ -87,8 +92,9 @@ def restored(group: Group) -> None:
 
 
 def muon(group: Group) -> None:
-    """Matrices of fewer rows than there are ranks, and of more; fewer matrices, and more."""
-    for rows in ((1,), (2,), (4,), (7, 7), (4, 1, 5), (5, 8, 2, 7, 3)):
+    """Matrices of fewer rows than there are ranks, and of more; fewer matrices, and more; and
+    layers that stack several."""
+    for rows in ((1,), (2,), (4,), (7, 7), (4, 1, 5), (5, 8, 2, 7, 3), ([3, 1, 5], 4, [2, 6])):
         task = Task(*rows)
         models = [build_model(task, CONFIG, group.device, each) for each in (Group(), group)]
         for model in models:
@@ -96,6 +102,32 @@ def muon(group: Group) -> None:
         alone, shared = (list(model.parameters()) for model in models)
         for one, other in zip(alone, shared, strict=True):
             assert torch.allclose(one, other.full_tensor(), atol=1e-5), (rows, one, other)
+
+
+def compiled(group: Group) -> None:
+    """A layer whose activations are recomputed is compiled whole; FSDP2's hooks about it left
+    nothing in one piece."""
+    seen = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: list):
+        seen.append(sum("linear" in str(node.target) for node in module.graph.nodes
+                        if node.op == "call_function"))  # fmt: skip
+        return module.forward
+
+    kept = nn.Module.compile
+    nn.Module.compile = lambda module: kept(module, backend=backend)
+    shape = Shape(dim=8, layers=3, heads=2, vocabulary=7, context=4, checkpointing=True)
+    task, ids, losses = SimpleNamespace(model=lambda: create(shape)), torch.arange(4)[None], []
+    for is_on in (False, True):
+        train = SimpleNamespace(compile=is_on, precision="float32")
+        config = SimpleNamespace(run=CONFIG.run, train=train)
+        model = build_model(task, config, group.device, group)
+        loss = model(ids).square().sum()
+        loss.backward()
+        losses.append(loss.item())
+    nn.Module.compile = kept
+    assert math.isclose(*losses, rel_tol=1e-5), losses
+    assert set(seen) == {5}, seen
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 The [task] table can make it slow (`pace`: a file holding seconds per inner step, which a test may
 change while the run goes on; `pace.SLOT` is for one slot) and make it fail: `raise_at_step` (of
-every attempt) and `nan_sample` (its loss is not a number).
+every attempt) and `nan_sample` (it is not a number).
 A validation makes `validation_passes` over the same samples.
 """
 
@@ -31,7 +31,7 @@ class Samples(Dataset):
         draw = torch.Generator().manual_seed(index)
         x = torch.randn(WIDTH, generator=draw)
         y = (x * torch.arange(1, WIDTH + 1) / WIDTH).sum()
-        return x, y * torch.nan if index == self._nan_sample else y
+        return (x * torch.nan, y * torch.nan) if index == self._nan_sample else (x, y)
 
 
 class Net(nn.Module):
@@ -77,6 +77,28 @@ class Tiny:
         batch = default_collate([self._samples[i] for i in range(32)])
         losses = [self.loss(model, batch).item() for _ in range(self._passes)]
         return {"validation_loss": sum(losses) / len(losses)}
+
+
+class Normed(Tiny):
+    """Has statistics, by which it validates."""
+
+    def model(self) -> nn.Module:
+        net = Net()
+        net.layers[0] = nn.Sequential(net.layers[0], nn.BatchNorm1d(16))
+        return net
+
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        return super().validate(model.eval())
+
+
+class Halved(Tiny):
+    """Its weights have 16 bits each."""
+
+    def model(self) -> nn.Module:
+        return Net().bfloat16()
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return super().loss(model, [part.bfloat16() for part in batch])
 
 
 class Masked(Tiny):

@@ -211,6 +211,11 @@ def test_shards_validate_and_train_as_a_whole_model_does():
     run_ranks(3, "sharded_ranks.py", "inference", "other_values", "restored", "muon")
 
 
+def test_each_layer_of_a_sharded_model_is_compiled():
+    """With activations recomputed, as etc/7b.toml has it, nothing was."""
+    run_ranks(2, "sharded_ranks.py", "compiled")
+
+
 def built(folder, kind: str, world: int = 3) -> list[dict]:
     run_ranks(world, "model_ranks.py", kind, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]

@@ -35,6 +35,27 @@ def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
             if name in kept and (is_float(buffer) or buffer.numel() == 1)}  # fmt: skip
 
 
+class Statistics:
+    """A model's `buffers` before the passes of a step, as BatchNorm's statistics: of a step
+    that is skipped nothing may stay."""
+
+    def __init__(self, model: nn.Module):
+        self._model, self._names = model, buffers(model).keys()
+        self._before: dict[str, torch.Tensor] = {}
+
+    def note(self) -> None:
+        self._before = {name: buffer.clone() for name, buffer in self._now()}
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for name, buffer in self._now():
+            buffer.copy_(self._before[name])
+
+    def _now(self) -> list[tuple[str, torch.Tensor]]:
+        """The model's code may have put a new one in its place."""
+        return [each for each in self._model.named_buffers() if each[0] in self._names]
+
+
 def is_float(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -95,8 +116,7 @@ class Replica:
                 self.base[tensor.name] = torch.empty(shard.shape, dtype=kind, pin_memory=pinned)
                 if not shard.sum().isfinite():
                     self._constant[tensor.name] = ~shard.isfinite()
-            base = self.base[tensor.name].copy_(shard)
-            _put(param, base)
+            _put(param, self.base[tensor.name].copy_(shard))
 
     @torch.no_grad()
     def load(self, index: int, values: torch.Tensor) -> None:
@@ -170,9 +190,6 @@ class Replica:
     def whole(self, index: int) -> torch.Tensor:
         """A fragment's parameters as they are: flat, float32, on the CPU. Collective with
         FSDP2."""
-        parts = []
-        for tensor in self.layout.fragments[index]:
-            param = self.tensor(tensor.name)
-            whole = param.full_tensor() if is_sharded(param) else param
-            parts.append(whole.detach().float().flatten().cpu())
-        return torch.cat(parts)
+        params = [self.tensor(tensor.name) for tensor in self.layout.fragments[index]]
+        whole = (param.full_tensor() if is_sharded(param) else param for param in params)
+        return torch.cat([param.float().flatten().cpu() for param in whole])

@@ -40,11 +40,12 @@ from elastic.run.rundir import RunDir
 from elastic.run.shuffle import check_size
 from elastic.saved import handover
 from elastic.saved.checkpoint import Saved, steps
+from elastic.saved.replica import Statistics
 from elastic.sync.batches import Batch, Batches
 from elastic.sync.rank import Rank, Wish, Wishes
 from elastic.sync.saving import Saving, State
 from elastic.train import device
-from elastic.train.group import Group, clip_gradients
+from elastic.train.group import Group, clip_gradients, rescale_gradients
 from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, require_gpu
 from elastic.train.inner_optimizer import InnerOptimizer, Probe
 from elastic.train.optimizers import optimizer_of
@@ -93,6 +94,8 @@ class Trainer:
     def main(self) -> int:
         """Train to the end of the run, or until a notice; returns the exit status."""
         self._restore()
+        for doubt in self.learner.rates.doubts(self.learner.model):
+            self.rank.event("warning", reason=doubt)
         self.notice.exit_code = None
         wish = self._train()
         # No longer within the HangDetector: a save may take longer than any step.
@@ -121,9 +124,8 @@ class Trainer:
         return wish
 
     def _budget_is_spent(self) -> bool:
-        most_tokens, most_steps = self.train.max_tokens, self.train.max_steps
-        tokens_over = most_tokens and self.state.tokens >= most_tokens
-        return bool(tokens_over or (most_steps and self.state.step >= most_steps))
+        state, train = self.state, self.train
+        return 0 < train.max_tokens <= state.tokens or 0 < train.max_steps <= state.step
 
     def _leave(self, wish: Wish) -> int:
         if wish == Wish.FENCED:
@@ -200,13 +202,13 @@ class Trainer:
         try:
             losses, tokens = learner.backward(self._unless_told(batch.passes), expected)
         except Interrupted as interruption:  # what has begun of the batch comes again
-            learner.optimizer.zero_grad(set_to_none=True)
+            learner.drop_batch()
             return interruption.wish
         agreed = self._agree(losses, tokens)
         self._pass_s = (time.monotonic() - began) / self._passes  # the GPUs are done with them
         if agreed.wish == Wish.FENCED:
             return agreed.wish
-        learner.rescale(expected / max(agreed.tokens, 1))
+        rescale_gradients(learner.model, expected / max(agreed.tokens, 1))
         norm = clip_gradients(learner.model, self.train.grad_clip)
         if self._may_step(batch, agreed.loss, norm):
             learner.optimizer.step()
@@ -268,6 +270,7 @@ class Trainer:
         if verdict == "stop":
             raise ElasticError(reason, "lower train.learning_rate, or look at the data")
         if verdict != "warn":
+            self.learner.drop_batch()
             self.batches.skipped.add(batch.samples)
         if verdict == "rollback":
             self._roll_back()
@@ -349,18 +352,20 @@ class Learner:
         self.model = device.build_model(task, config, group.device, group)
         self.optimizer = optimizer_of(task, self.model, self._train)
         self.rates = InnerOptimizer(self.optimizer, sets_rates=True)
+        self._statistics = Statistics(self.model)
         self.autocast = device.precision(self._train.precision, group.device)
 
     def backward(self, passes: Iterator, expected: int) -> tuple[torch.Tensor, int]:
         """Compute the gradients of the mean over a batch, if it has the `expected` tokens
-        (else `rescale` them). Returns this rank's sum of losses and the tokens that these
-        are of, in one tensor, and its tokens. A part of nothing but padding has no loss, and
-        its gradients are 0.
+        (else `rescale_gradients` mends them). Returns this rank's sum of losses and the
+        tokens that these are of, in one tensor, and its tokens. A part of nothing but padding
+        has no loss, and its gradients are 0.
 
         FSDP takes the mean over ranks, hence the factor `world`.
         """
         place = self._group.device
         losses, tokens = torch.zeros(2, dtype=torch.float64, device=place), 0
+        self._statistics.note()
         for counts, data in passes:
             count = count_tokens(self.task, data) if counts else 0
             with self.autocast():
@@ -371,13 +376,10 @@ class Learner:
             tokens += count
         return losses, tokens
 
-    @torch.no_grad()
-    def rescale(self, factor: float) -> None:
-        """Mend the gradients of a batch that had other tokens than expected. Mostly it had
-        not, and the factor is 1."""
-        if factor != 1.0:
-            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-            torch._foreach_mul_(grads, factor)
+    def drop_batch(self) -> None:
+        """Forget what `backward` has left in the model."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._statistics.put_back()
 
 
 class StepLog:
@@ -385,8 +387,7 @@ class StepLog:
 
     def __init__(self, rank: Rank):
         self._rank = rank
-        self._progress_at = 0.0
-        self._rate_since = (time.monotonic(), 0)  # time, tokens
+        self._progress_at, self._counted = 0.0, 0  # of the newest progress.json: when, and tokens
         self._startup_s = 0.0  # from the launcher's start of the ranks to the first step's end
         self._told: dict = {}
 
@@ -401,10 +402,9 @@ class StepLog:
             append_line(path, line)
         if now - self._progress_at < PROGRESS_S:
             return
-        self._progress_at = now
-        before, counted = self._rate_since
-        speed = (line["tokens"] - counted) / max(now - before, 1e-9) if counted else 0.0
-        self._rate_since = (now, line["tokens"])
+        more_tokens = line["tokens"] - self._counted if self._counted else 0
+        speed = more_tokens / (now - self._progress_at)
+        self._progress_at, self._counted = now, line["tokens"]
         measured = {"tokens_per_s": round(speed, 1), "startup_s": round(self._startup_s, 3)}
         self._told = {**line, "job_id": self._rank.job_id, **measured, **more}
         self.turn_to("training")

@@ -86,12 +86,15 @@ def build_model(task, config: Config, device: torch.device, group: Group) -> tor
         model = task.model()
     if is_bare:
         _require_loadable(model)
+    if config.train.compile:
+        keep_compiled()
+        # Across the hooks of FSDP2 nothing is compiled where activations are recomputed.
+        layers = layers_of(model) if group.world > 1 else []
+        for part in layers or [model]:
+            part.compile()
     if group.world > 1:
         shard(model, config, device)
     model = model.to_empty(device=device) if is_bare else model.to(device)
-    if config.train.compile:
-        keep_compiled()
-        model.compile()
     # from_pretrained() of some libraries leaves the whole of it in the other mode.
     return model if model.training else model.train()
 
@@ -138,9 +141,17 @@ def seed(number: int) -> None:
         numpy.random.seed(number % 2**32)
 
 
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Those of `model.layers`, where these are modules."""
+    layers = getattr(model, "layers", None)
+    # `children` names a layer once that is there twice.
+    each = layers.children() if isinstance(layers, torch.nn.Module) else ()
+    no_unit = torch.nn.ModuleList | torch.nn.ModuleDict
+    return [layer for layer in each if not isinstance(layer, no_unit)]
+
+
 def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:
-    """FSDP2, one unit per layer (`model.layers`, where these are modules) and one for the
-    rest."""
+    """FSDP2, one unit per layer and one for the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -148,12 +159,8 @@ def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:
     low = torch.bfloat16 if config.train.precision == "bf16" else None
     # Inputs as times or positions must not be rounded: without sharding they are not either.
     policy = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=False)
-    layers = getattr(model, "layers", None)
-    # `children` names a layer once that is there twice.
-    for layer in layers.children() if isinstance(layers, torch.nn.Module) else ():
-        if not isinstance(layer, torch.nn.ModuleList | torch.nn.ModuleDict):  # no unit by itself
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for unit in [*layers_of(model), model]:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
 
 
 def precision(name: str, device: torch.device):

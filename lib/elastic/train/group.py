@@ -34,8 +34,7 @@ def part_like(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     there, mesh = whole.to(own_part(param).device), param.device_mesh
-    placed = distribute_tensor(there, mesh, param.placements, src_data_rank=None)
-    return placed.to_local()
+    return distribute_tensor(there, mesh, param.placements, src_data_rank=None).to_local()
 
 
 def sharded_like(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -63,6 +62,15 @@ def clip_gradients(model: torch.nn.Module, most: float) -> float:
     every rank has it."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most or math.inf)
     return (norm.full_tensor() if is_sharded(norm) else norm).item()
+
+
+@torch.no_grad()
+def rescale_gradients(model: torch.nn.Module, factor: float) -> None:
+    """Mend the gradients of a step that had other tokens than expected. Mostly it had not,
+    and the factor is 1."""
+    if factor != 1.0:
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        torch._foreach_mul_(grads, factor)
 
 
 class Group:

@@ -121,8 +121,7 @@ def examine_gpu(device: torch.device | str) -> tuple[list[str], bool]:
         if device.type == "cuda":
             problems += _taken_memory(device) + _worn_memory(device)
     except (RuntimeError, AssertionError) as error:  # the latter: a torch without CUDA
-        why = str(error).splitlines()[0]
-        return [*problems, f"{device} cannot be used: {why}"], False
+        return [*problems, f"{device} cannot be used: {str(error).splitlines()[0]}"], False
     return problems, is_fit
 
 

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from elastic.base.errors import ElasticError
 from elastic.train.group import own_part
-from elastic.train.schedule import peak
 
 PROBED = 4096  # elements of a parameter
 RATES = {"lr", "initial_lr", "max_lr", "min_lr"}  # of a group: a schedule sets them
+HALVES = (torch.bfloat16, torch.float16)
 FEW_STEPS = 8  # so few steps may end by chance close to where the parameters were before
 
 
@@ -63,12 +63,16 @@ class InnerOptimizer:
         for group, rate in zip(self.groups, self._rates, strict=True):
             group["lr"] = rate
 
-    def untrained(self, model: nn.Module) -> str:
-        """A sentence that says which parameters no optimizer has; "" if there are none."""
+    def doubts(self, model: nn.Module) -> Iterator[str]:
+        """Sentences that say which parameters will not train, or hardly."""
         held = {id(param) for group in self.groups for param in group["params"]}
-        left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-        some = ", ".join(left[:3])
-        return some and f"no optimizer has {some}: give LocalSGD all optimizers, as a list"
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if left := [name for name, param in trained.items() if id(param) not in held]:
+            yield f"no optimizer has {', '.join(left[:3])}: give Elastic all optimizers, as a list"
+        if halves := [name for name, param in trained.items() if param.dtype in HALVES]:
+            yield (f"{', '.join(halves[:3])} and all in all {len(halves)} trained parameters have"
+                   " 16 bits, which round most small steps to nothing: train them in float32"
+                   ' (model.float()); train.precision = "bf16" computes in bfloat16 all the same')
 
     def contested(self) -> str:
         """After a step: a sentence that says that somebody else sets the rates; "" if
@@ -106,6 +110,12 @@ def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:
         for each in held if isinstance(value, dict | list | tuple) else [value]:
             if isinstance(each, Optimizer):
                 yield each
+
+
+def peak(group: dict) -> float:
+    """The rate that a parameter group is to reach. A scheduler made before has changed
+    `lr` and says what it was, or what it is to be."""
+    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 
 def keep_types(held: dict, saved: dict) -> None:

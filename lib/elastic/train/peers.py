@@ -67,8 +67,7 @@ def _store(rank: int, world: int, timeout: timedelta, host: str, port: int) -> d
         return dist.TCPStore(host, port, **common)
     address = bind_address("auto", host)
     # Torch's own would listen on all addresses.
-    listener = socket.create_server((address, port), backlog=BACKLOG)
-    common["master_listen_fd"] = listener.detach()
+    common["master_listen_fd"] = socket.create_server((address, port), backlog=BACKLOG).detach()
     return dist.TCPStore(address, port, is_master=True, **common)
 
 

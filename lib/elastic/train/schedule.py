@@ -17,12 +17,6 @@ import math
 WARMUP_START = 0.01  # of the peak; not 0, so that no step is without effect
 
 
-def peak(group: dict) -> float:
-    """The rate that a parameter group is to reach. A scheduler made before has changed
-    `lr` and says what it was, or what it is to be."""
-    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
-
-
 def share_of_peak(progress: float, settings) -> float:
     """The learning rate where `progress` (1: all) of the run's tokens are trained, as a share of
     its peak; it stays at its final value beyond the end."""

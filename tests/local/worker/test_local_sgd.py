@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,12 +30,11 @@ from elastic.local.worker.adopt import Adoption
 from elastic.local.worker.agent import Agent, Training
 from elastic.local.worker.deliver import Delivery
 from elastic.local.worker.exchange import Put
-from elastic.local.worker.in_hand import InHand
+from elastic.local.worker.in_hand import InHand, WorkerRound
 from elastic.local.worker.line import Line, Place, RankLine
 from elastic.local.worker.local_sgd import LocalSGD
 from elastic.local.worker.moments import Moments
 from elastic.local.worker.opening import layout_of_run
-from elastic.local.worker.worker_round import WorkerRound
 from elastic.run.commits import Commits
 from elastic.run.records import Commit, Fragment, Header, Outcome
 from elastic.saved import inner_state
@@ -189,7 +189,7 @@ def test_who_finds_no_master_until_its_end_leaves_what_it_has_delivered(run, cou
     (run.path / "deltas" / "000005").mkdir(parents=True)
     with pytest.raises(TryAgain):
         find_no_master(run, courier)
-    assert run.offers.left(5) == [("0:1", json.dumps(HEADER.to_json()).encode())]
+    assert run.offers.left(5) == [("0:1", json.dumps(asdict(HEADER)).encode())]
 
 
 def test_a_delta_is_offered_again_to_a_server_that_does_not_know_it(make_store):

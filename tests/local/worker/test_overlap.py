@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from elastic.local.worker.adopt import Adoption
-from elastic.local.worker.in_hand import Ahead, InHand
-from elastic.local.worker.worker_round import WorkerRound
+from elastic.local.worker.in_hand import Ahead, InHand, WorkerRound
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.train.group import Group

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from elastic.base.errors import ElasticError
-from elastic.local.worker.worker_round import WorkerRound
+from elastic.local.worker.in_hand import WorkerRound
 from elastic.run.rundir import RunDir
 from elastic.saved import inner_state
 from elastic.saved.layout import Layout
@@ -361,9 +361,10 @@ def test_what_no_optimizer_trains_is_said():
     model = Net()
     one = torch.optim.SGD(model.generator.parameters(), lr=0.1)
     both = [one, torch.optim.SGD(model.critic.parameters(), lr=0.2)]
-    assert "critic.weight, critic.bias" in InnerOptimizer(one, sets_rates=True).untrained(model)
+    [said] = InnerOptimizer(one, sets_rates=True).doubts(model)
+    assert "critic.weight, critic.bias" in said
     inner = InnerOptimizer(both, sets_rates=True)
-    assert inner.untrained(model) == ""
+    assert not [*inner.doubts(model)]
     inner.set_rates(0.5)
     assert [group["lr"] for group in inner.groups] == [0.05, 0.1]
 

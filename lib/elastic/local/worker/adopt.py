@@ -7,9 +7,8 @@ from torch.nn import Module
 
 from elastic.base.errors import ElasticError
 from elastic.local.worker.deliver import Delivery
-from elastic.local.worker.in_hand import InHand
+from elastic.local.worker.in_hand import InHand, WorkerRound
 from elastic.local.worker.moments import Moments
-from elastic.local.worker.worker_round import WorkerRound
 from elastic.run.records import Commit, Outcome
 from elastic.train.inner_optimizer import Probe
 

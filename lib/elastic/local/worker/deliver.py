@@ -18,9 +18,9 @@ from elastic.base.errors import ElasticError
 from elastic.local import rounds
 from elastic.local.transport import Transport
 from elastic.local.worker.exchange import Exchange
-from elastic.local.worker.in_hand import Ahead, InHand
+from elastic.local.worker.in_hand import Ahead, InHand, WorkerRound
 from elastic.local.worker.moments import Moments
-from elastic.local.worker.worker_round import WorkerRound, joined
+from elastic.run.ledger import Ranges
 from elastic.run.records import Fragment, Header
 from elastic.saved.merge import norm
 
@@ -80,7 +80,7 @@ class Delivery:
         return Header(
             run=place.run.key, slot=place.slot, attempt=place.attempt, job_id=place.job_id,
             base=done.base, layout=exchange.replica.layout.hash, codec=exchange.codec.name,
-            steps=done.steps, tokens=done.tokens, samples=tuple(joined(done.samples)),
+            steps=done.steps, tokens=done.tokens, samples=tuple(Ranges(done.samples)),
             loss=done.mean_loss, first_loss=done.first_loss, fragments=tuple(fragments),
             inner=self._moments.origin, seconds=round(time.monotonic() - done.started, 3),
             stall_s=round(done.stall_s, 4), lr_sum=done.lr_sum,

@@ -4,6 +4,7 @@ way, the samples to come.
 Rank 0 decides from it when the round is over, and what the next step is.
 """
 
+import math
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,12 +15,47 @@ from elastic.base.config import Config
 from elastic.base.errors import ElasticError
 from elastic.local import rounds
 from elastic.local.worker.line import Line
-from elastic.local.worker.worker_round import WorkerRound
 from elastic.run.estimate import AHEAD
 from elastic.run.ledger import Range, count, take
-from elastic.run.records import Commit
+from elastic.run.records import Commit, Header
 
 MEAN_STEPS = 10  # the newest, of which `step_s` is the mean
+
+
+@dataclass
+class WorkerRound:
+    """What this worker has done since it adopted `base`; times are of its own clock."""
+
+    base: int
+    started: float
+    steps: int = 0
+    tokens: int = 0
+    sample_count: int = 0
+    samples: list[Range] = field(default_factory=list)  # only rank 0 knows which
+    pending: int = 0  # samples of the step under way
+    losses: int = 0  # steps that had a loss
+    loss_sum: float = 0.0
+    lr_sum: float = 0.0
+    first_loss: float = 0.0
+    has_stepped: bool = False  # on this base: steps ahead were done on the one before
+    stall_s: float = 0.0
+    header: Header | None = None  # of its delta, once that is offered
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss_sum / self.losses if self.losses else 0.0
+
+    def count(self, loss: float, tokens: int, rate: float) -> None:
+        """Count a step that has ended, on the samples pending and at the learning rate
+        `rate`. A loss that is not finite, as of a batch of nothing but padding, is none."""
+        self.steps += 1
+        self.tokens += tokens
+        self.sample_count += self.pending
+        self.lr_sum += rate
+        if math.isfinite(loss):
+            self.losses, self.loss_sum = self.losses + 1, self.loss_sum + loss
+            self.first_loss = loss if self.losses == 1 else self.first_loss
+        self.has_stepped = True
 
 
 @dataclass

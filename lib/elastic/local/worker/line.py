@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 from typing import TypeVar
@@ -201,7 +201,7 @@ class Line(RankLine):
         """Announce a delta, once this attempt has its lease. If it is time to leave before,
         the header has to be left in the run directory. Raises Fenced if files say that a
         higher attempt has the slot."""
-        while not self.reach(lambda store: store.offer(*header.key, header.to_json())):
+        while not self.reach(lambda store: store.offer(*header.key, asdict(header))):
             with contextlib.suppress(TryAgain):
                 self.run.slots.fence(*self.place.owner)
             if self.is_leaving():

@@ -45,7 +45,7 @@ from elastic.local.worker.moments import Moments
 from elastic.local.worker.opening import layout_of_run
 from elastic.local.worker.validation import Validation
 from elastic.run.records import Outcome
-from elastic.saved.replica import Replica, refuse_inexact
+from elastic.saved.replica import Replica, Statistics, refuse_inexact
 from elastic.train import loading
 from elastic.train.device import seed_by, to_device
 from elastic.train.group import Group
@@ -65,6 +65,7 @@ class LocalSGD:
         self.line = Line(place, notice) if group.leads else RankLine(place, notice)
         self._hand = InHand(self.line, config)
         self._last_step_at = 0.0
+        self._statistics = Statistics(model)
         self._validation: Validation | None = None
 
     @classmethod
@@ -98,6 +99,11 @@ class LocalSGD:
     def accumulate(self) -> int:
         """Batches of a step."""
         return self.config.train.accumulate
+
+    @property
+    def expected_tokens(self) -> float:
+        """Of this rank's batches of a step, with those that fill them up."""
+        return self.config.step_samples * self.tokens_per_sample / self.group.world
 
     @property
     def progress(self) -> float:
@@ -149,7 +155,8 @@ class LocalSGD:
         rounds need."""
         refuse_inexact(self.model)
         refuse_odd(self.model, self.optimizer.each)
-        self.line.warn(self.optimizer.untrained(self.model))
+        for doubt in self.optimizer.doubts(self.model):
+            self.line.warn(doubt)
         layout = layout_of_run(
             self.line, self.group, self.model, len(dataset), self.tokens_per_sample
         )
@@ -208,6 +215,7 @@ class LocalSGD:
     def _batches_of_step(self, loader: Loader) -> Iterator:
         done = self._hand.round
         before = done.steps
+        self._statistics.note()
         for left in reversed(range(self.accumulate)):
             self.ends_step = not left
             yield loader.next()
@@ -225,6 +233,8 @@ class LocalSGD:
     def skip(self) -> None:
         """Count a batch whose gradient is not finite, so that it is to have no effect: it
         was seen, and weighs nothing."""
+        self.line.warn("a gradient was not finite: the samples of that step are left out")
+        self._statistics.put_back()
         self._count(math.nan, 0, rate=0.0)
 
     def _count(self, loss: torch.Tensor | float, tokens: int | None, rate: float) -> None:
@@ -249,7 +259,7 @@ class LocalSGD:
     def _own_tokens(self, told: int | None) -> float:
         """The tokens of this rank's batches of the step, with those that fill them up."""
         if told is None:
-            return self.config.step_samples * self.tokens_per_sample / self.group.world
+            return self.expected_tokens
         if not (0 <= told < math.inf and int(told) == told):
             raise ElasticError(f"sgd.step(loss, tokens): {told} is no count of tokens",
                                "give those of the step's own batches")  # fmt: skip

@@ -16,7 +16,7 @@ from elastic.base.signals import Notice
 from elastic.local.worker.line import Place
 from elastic.local.worker.local_sgd import LocalSGD
 from elastic.train.device import build_model, join, precision, set_initial_values, to_device
-from elastic.train.group import clip_gradients
+from elastic.train.group import clip_gradients, rescale_gradients
 from elastic.train.health import NaNDetector
 from elastic.train.loading import check
 from elastic.train.optimizers import optimizer_of
@@ -52,24 +52,29 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
     """The inner loop."""
     settings, health = sgd.config.train, sgd.config.health
     dataset = check(task.dataset())
-    sgd.tokens_per_sample = count_tokens(task, default_collate([dataset[0]]))
+    sgd.tokens_per_sample = max(1, count_tokens(task, default_collate([dataset[0]])))
     autocast = precision(settings.precision, device)
     nans = NaNDetector(health.nan_action, sgd.group, health.max_bad_batches)
-    losses, tokens = [], 0  # of the step's batches
+    losses, tokens = [], 0  # of the step's batches: sums over tokens
     for batch in sgd.batches_on_cpu(dataset):  # where tokens() counts
-        tokens += count_tokens(task, batch)
+        count = count_tokens(task, batch)
         with autocast():
             loss = task.loss(model, to_device(batch, device))
-        (loss / sgd.accumulate).backward()
-        losses.append(loss.detach())
+        # So gradients are those of a mean over the tokens of all batches, and of all ranks:
+        # FSDP takes the mean over ranks.
+        (loss * (count / sgd.expected_tokens)).backward()
+        losses.append(loss.detach() * count)
+        tokens += count
         if not sgd.ends_step:
             continue
+        [told] = sgd.group.sum(tokens)
+        rescale_gradients(model, sgd.expected_tokens * sgd.group.world / max(told, 1))
         norm = clip_gradients(model, settings.grad_clip)
         action = nans.judge(not math.isfinite(norm))
         if action == "ok":
             optimizer.step()
             # A batch of nothing but padding has no loss, and gradients of 0.
-            sgd.step(torch.stack(losses).nanmean(), tokens)
+            sgd.step(torch.stack(losses).nansum() / tokens, tokens)
         elif action == "skip":
             sgd.skip()
         else:
