@@ -7,17 +7,18 @@ import errno
 import itertools
 import json
 import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
 
 from elastic.base import durable
-from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.jobs.history import Job
 from elastic.jobs.reconcile import PassReport
 from elastic.jobs.sched import Elsewhere, end_jobs
 from elastic.people import steering
-from elastic.run.rundir import RunDir
+from elastic.run.rundir import RunDir, find, registered
 from helpers import commit_of
 
 
@@ -101,6 +102,29 @@ def test_the_jobs_of_a_run_that_is_undone_go_though_slurm_is_silent_for_a_while(
     monkeypatch.setattr(durable, "STUCK_S", 0.01)
     assert end_jobs(run.name, SimpleNamespace(jobs=jobs, cancel=cancel))
     assert cancelled == ["1", "1"]
+
+
+def test_a_run_goes_on_where_its_folder_was_moved(run):
+    """Its name led to where it had been: neither status nor cron found it."""
+    run.set_control(state="stopped")
+    there = run.path.parent / "elsewhere" / run.name
+    there.parent.mkdir()
+    run.path.rename(there)
+    assert registered() == []
+    steering.scale(find(str(there)), None, None, None)
+    [found] = registered()
+    assert (found.path, find(run.name).path) == (there, there)
+
+
+def test_a_copy_of_a_run_does_not_take_its_name(run):
+    """Jobs of both would be those of one."""
+    run.set_control(state="stopped")
+    copy = run.path.parent / "elsewhere" / run.name
+    shutil.copytree(run.path, copy)
+    with pytest.raises(UsageError, match=f"run name taken: .* is {run.path}"):
+        steering.scale(RunDir(copy), None, None, None)
+    steering.scale(RunDir(copy.rename(copy.with_name("other"))), None, None, None)
+    assert sorted(found.name for found in registered()) == ["other", run.name]
 
 
 def test_a_full_disk_keeps_no_gpus_from_who_kills_a_run(run, monkeypatch):

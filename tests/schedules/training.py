@@ -12,7 +12,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -102,7 +102,7 @@ class MemoryRun(RunDir):
 
     def __init__(self, world: "Training"):
         super().__init__(Path("/nowhere/run-a"))
-        self.private = self.path
+        self.private, self.key = self.path, "run-a"
         self.commits, self.slots = MemoryCommits(self), MemorySlots(self)
         self.masters, self.jobs = MemoryMasters(self), MemoryJobs(self)
         self.offers, self.world = MemoryOffers(self), world
@@ -198,7 +198,7 @@ class MemoryJobs(Jobs):
 class MemoryOffers(Offers):
     def leave(self, header):
         self.run.world.changes("leave an offer")
-        self.run.left[header.key] = json.dumps(header.to_json()).encode()
+        self.run.left[header.key] = json.dumps(asdict(header)).encode()
 
     def left(self, base):
         self.run.world.edge("look for offers that were left")
@@ -698,7 +698,7 @@ class Training:
         self.forged.add(header.key)  # of a version to come: it is judged when that is there
         store, name = Store(Client(server, self.call), "run-a", ""), f"{header.slot}:{attempt}"
         store.seal, key = self.run.secret("seal"), f"elastic:run-a:offers:{base}"
-        server.hset(key, name, store._sealed(key, name, header.to_json()))
+        server.hset(key, name, store._sealed(key, name, asdict(header)))
         what = ("again, other samples", "never claimed", "future", "stale", "other run")[kind]
         return f"{header.key}, {what}"
 

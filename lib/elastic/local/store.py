@@ -70,10 +70,6 @@ class Useless(TryAgain):
     a script, or a key has another type."""
 
 
-class Forgetful(Useless):
-    """A server that was restarted, and has forgotten the scripts."""
-
-
 def reaches_redis(cls: type) -> type:
     """Have every public method turn a failure to get an answer into TryAgain."""
     for name, method in list(vars(cls).items()):
@@ -155,8 +151,7 @@ class Store:
         """The run's store on its server at `endpoint`, whoever answers there."""
         own = cls.connect(endpoint, run.password(cls.role, endpoint), run.key, timeout_s)
         own.seal = "" if cls.role == "reader" else run.secret("seal")
-        # The master of an older Elastic has no nonce, and so no proof.
-        own.proof = run.password("seal", endpoint) if endpoint.nonce else ""
+        own.proof = run.password("seal", endpoint)
         return own
 
     @classmethod
@@ -172,11 +167,8 @@ class Store:
         return store
 
     def meet(self) -> None:
-        """Raise TryAgain unless the server answers and, if the master has a proof, knows
-        that."""
-        if not self.proof:
-            self.now()
-        elif self._redis.get(self._key("proof")) != self.proof.encode():
+        """Raise TryAgain unless the server answers, and knows the master's proof."""
+        if self._redis.get(self._key("proof")) != self.proof.encode():
             raise TryAgain(f"Redis at {self.where} does not know this run's master (yet)")
 
     def disown(self) -> None:
@@ -187,13 +179,11 @@ class Store:
         self._redis.close()
 
     def _run(self, script: str, keys: list[str], arguments: list, fields=()) -> int:
-        """Run one of scripts.py; `fields` of a hash come last. Raises Forgetful."""
+        """Run one of scripts.py; `fields` of a hash come last. Raises NoScriptError if the
+        server was restarted, and has forgotten them."""
         digest = hashlib.sha1(script.encode()).hexdigest()  # Redis's name of a script
         words = [*arguments, *itertools.chain.from_iterable(dict(fields).items())]
-        try:
-            return self._redis.evalsha(digest, len(keys), *keys, *words)
-        except redis.exceptions.NoScriptError as error:
-            raise Forgetful(f"Redis at {self.where} is of no use: {error}") from None
+        return self._redis.evalsha(digest, len(keys), *keys, *words)
 
     # ---- keys, and seals
 
@@ -278,16 +268,14 @@ class WorkerStore(Store):
 
     def lease(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
         """Take the slot's lease, or renew it. False if a higher attempt has claimed it."""
+        keys, kept_ms = [self._key("slot", slot), self._key("attempts")], int(lease_s * 1000)
         words = {"slot": slot, "attempt": attempt, **fields}
-        return self._of_lease(scripts.LEASE, slot, attempt, int(lease_s * 1000), words) == 1
+        return self._run(scripts.LEASE, keys, [slot, attempt, kept_ms], words) == 1
 
     def release(self, slot: int, attempt: int) -> None:
         """Give the lease up; nothing happens if a higher attempt has it."""
-        self._of_lease(scripts.RELEASE, slot, attempt, self._key("wake"))
-
-    def _of_lease(self, script: str, slot: int, attempt: int, how, fields=()) -> int:
         keys = [self._key("slot", slot), self._key("attempts")]
-        return self._run(script, keys, [slot, attempt, how], fields)
+        self._run(scripts.RELEASE, keys, [slot, attempt, self._key("wake")])
 
     # ---- a delta
 
@@ -348,7 +336,7 @@ class MasterStore(Store):
         words = [epoch, self._key("ctl"), wake, self.proof]
         try:
             is_done = self._run(scripts.MASTER, keys, words, fields)
-        except Forgetful:
+        except redis.exceptions.NoScriptError:
             self.load_scripts()
             is_done = self._run(scripts.MASTER, keys, words, fields)
         if not is_done:

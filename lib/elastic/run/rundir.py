@@ -118,6 +118,19 @@ class RunDir:
             raise ElasticError(f"cannot make the run directory: {error}", hint) from None
         return run
 
+    def register(self) -> None:
+        """Have the run's name lead to this folder, which may have been moved. UsageError if
+        it leads to another run."""
+        link, here = registry_dir() / "runs" / self.name, self.path.resolve()
+        if link.resolve() == here:
+            return
+        if _run_at(link):
+            what = f"run name taken: {self.name!r} is {link.resolve()}"
+            raise UsageError(what, "jobs go by that name: give one of the two folders another")
+        durable.make_folder(link.parent, parents=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(here)
+
     # ---- what the user wants
 
     @functools.cached_property
@@ -138,9 +151,8 @@ class RunDir:
     @functools.cached_property
     def key(self) -> str:
         """The run's unique name on a shared Redis: its name and a random id. Another user, or
-        an earlier run, may have had the name. Runs made by an older Elastic have no id."""
-        path = self.private / "id"
-        return f"{self.name}:{path.read_text().strip()}" if path.exists() else self.name
+        an earlier run, may have had the name."""
+        return f"{self.name}:{(self.private / 'id').read_text().strip()}"
 
     def environment(self) -> dict[str, str]:
         """The environment that every job of this run starts from."""
@@ -154,9 +166,8 @@ class RunDir:
     def password(self, role: str, endpoint: Endpoint) -> str:
         """The password of `role` on that one server: it says nothing of the next server's.
         For `seal`: the proof that a server is this run's, never the seal itself."""
-        secret, nonce = self.secret(role), endpoint.nonce  # "": a master of an older Elastic
-        is_bare = not nonce and role != "seal"
-        return secret if is_bare else hmac.digest(secret.encode(), nonce.encode(), "sha256").hex()
+        secret, nonce = self.secret(role).encode(), endpoint.nonce.encode()
+        return hmac.digest(secret, nonce, "sha256").hex()
 
     def control(self) -> Control:
         found = durable.read_json(self.private / "control.json")
