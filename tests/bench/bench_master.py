@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -171,7 +172,7 @@ class Crowd:
             layout=LAYOUT.hash, codec="none", steps=1, tokens=4, samples=tuple(samples), loss=1.0,
             first_loss=1.0, fragments=(part,),
         )  # fmt: skip
-        self.store.offer(slot, 1, self.version, header.to_json())
+        self.store.offer(slot, 1, self.version, asdict(header))
 
 
 if __name__ == "__main__":

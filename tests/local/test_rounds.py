@@ -36,7 +36,7 @@ HEADER = Header(
     tokens=640, samples=((0, 0, 32),), loss=2.5, first_loss=2.6,
     fragments=(Fragment(400, "00ff"), Fragment(80, "11ee")),
 )  # fmt: skip
-DATA = json.loads(json.dumps(HEADER.to_json()))
+DATA = json.loads(json.dumps(asdict(HEADER)))
 FACTS = Facts(
     run="a", version=7, layout="abc", codec="none", fragment_bytes=(400, 80), max_staleness=2,
     attempts={1: 2},
@@ -160,7 +160,7 @@ def opened(**commit) -> OpenRound:
 
 def offered(round_: OpenRound, **changes) -> Judgement:
     one = header(**changes)
-    body = json.dumps(one.to_json()).encode()
+    body = json.dumps(asdict(one)).encode()
     judged, _ = round_.read(one.base, f"{one.slot}:{one.attempt}", body)
     if judged.verdict is Verdict.ACCEPT:
         round_.accept(Checked(one, 1.5), 110.0)
@@ -302,7 +302,7 @@ def test_whatever_comes_is_refused_or_can_be_judged(data):
     assert judged.reason
     assert (judged.rule is None) == (judged.verdict is not Verdict.REJECT)
     if not math.isnan(parsed.loss) and not math.isnan(parsed.first_loss):
-        assert Header.from_json(json.loads(json.dumps(parsed.to_json()))) == parsed
+        assert Header.from_json(json.loads(json.dumps(asdict(parsed)))) == parsed
 
 
 # ---- decide -------------------------------------------------------------------------------------

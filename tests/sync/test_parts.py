@@ -5,7 +5,7 @@ pytest tests/sync/test_parts.py
 
 from hypothesis import given, strategies as st
 
-from elastic.sync.parts import part, passes
+from elastic.sync.batches import part, passes
 
 sizes, worlds, micro = st.integers(0, 200), st.integers(1, 40), st.integers(1, 9)
 

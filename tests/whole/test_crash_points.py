@@ -16,6 +16,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from signal import SIGTERM
 from types import SimpleNamespace
@@ -123,7 +124,7 @@ class Worker:
         if self.asked and (granted := store.granted(self.asked, 0.01)) is not None:
             self.asked, self.header = None, self.deliver(granted)
         if self.header and not store.offered(self.slot, self.attempt, self.base):
-            store.offer(self.slot, self.attempt, self.base, self.header.to_json())
+            store.offer(self.slot, self.attempt, self.base, asdict(self.header))
         if not (self.header and self.header.steps):  # or it was dry: samples may have come back
             number = self.asked.sequence if self.asked else next(self._numbers)
             self.asked = Ask(self.slot, self.attempt, number, BATCH * STEPS, ())

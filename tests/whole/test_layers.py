@@ -17,16 +17,16 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 1034,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1391,  # one run on disk: its folder, its records, its samples, its proof
+    "base": 1028,  # one home for each thing outside: files, settings, signals, processes, network
+    "run": 1388,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1707,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 1053,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 968,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 578,  # local mode: what both sides of the wire speak
-    "local/worker": 1389,  # one slot: hold the lease, train, deliver
-    "local/master": 1096,  # one master: Redis, samples, rounds, commits
-    "sync": 1060,  # sync mode: one job that resizes
-    "people": 2148,  # what a person asks and sees
+    "train": 1070,  # a process with torch: the task, its ranks, its device, its health
+    "saved": 973,  # tensors on disk, committed by link(): what both modes begin with
+    "local": 571,  # local mode: what both sides of the wire speak
+    "local/worker": 1387,  # one slot: hold the lease, train, deliver
+    "local/master": 1094,  # one master: Redis, samples, rounds, commits
+    "sync": 1055,  # sync mode: one job that resizes
+    "people": 2149,  # what a person asks and sees
     "lab": 1139,  # trying and proving; nothing imports it
     "commands": 470,  # click: options, checks, exit codes
     ".": 187,  # the public names, and the tasks that come along

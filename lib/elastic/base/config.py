@@ -61,8 +61,7 @@ class Config(_Sections):
     def explain(self) -> list[Row]:
         """Every key. Of redis.url only the server is there."""
         url = keys.shown_url(self.redis.url)
-        return [row._replace(value=url) if row.key == "redis.url" else row
-                for row in self._rows()]  # fmt: skip
+        return [row._replace(value=url) if row.key == "redis.url" else row for row in self._rows()]
 
     def to_toml(self) -> str:
         """This as TOML; `load` without a site file makes an equal Config of it."""
@@ -80,8 +79,7 @@ class Config(_Sections):
             for key in rows:
                 name = f"{section}.{key.name}"
                 value = keys.written(key.kind, getattr(getattr(self, section), key.field))
-                origin = self.origin(name)
-                yield Row(name, value, key.unit, key.default, origin, key.meaning)
+                yield Row(name, value, key.unit, key.default, self.origin(name), key.meaning)
         for name, value in self.task.items():
             name = f"task.{name}"
             yield Row(name, value, "", "", self.origin(name), "handed to the task")
@@ -111,8 +109,7 @@ def load_written(path: Path, overrides: Sequence[str] = ()) -> Config:
             tables[section] = BEFORE.get(section, {}) | known
     # A run that exists goes on, whatever was asked of the numbers that it was submitted with.
     left_open = frozenset() if overrides else {"slurm.gpus_per_node"}
-    layers = [layer._replace(tables=tables), _override_layer(overrides)]
-    return _resolve(layers, path, left_open)
+    return _resolve([layer._replace(tables=tables), _override_layer(overrides)], path, left_open)
 
 
 def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config:
@@ -173,8 +170,7 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
         name, equals, text = override.partition("=")
         section, _, key = map(str.strip, name.partition("."))
         if not (equals and section and key and TEXT.accepts(override)):
-            what = f"not an override: {override[:100]!r}"
-            raise UsageError(what, "write section.key=value")
+            raise UsageError(f"not an override: {override[:100]!r}", "write section.key=value")
         if (section, key) == ("redis", "url") and ("@" in text or "password=" in text):
             raise UsageError("a password on the command line is no secret: redis.url",
                              "write it into the run's file, with mode 0600")  # fmt: skip

@@ -120,8 +120,7 @@ def _listens(text: str) -> bool:
 
 
 def _names_a_class(text: str) -> bool:
-    names = re.split("[.:]", text)
-    return all(map(str.isidentifier, names)) and text.count(":") == 1
+    return all(map(str.isidentifier, re.split("[.:]", text))) and text.count(":") == 1
 
 
 def _one_of(*choices: str) -> Kind:

@@ -62,9 +62,8 @@ def families(mark: str, folder: Path, job_id: str = "") -> dict[str, set[int]]:
         words = read(f"/proc/{pid}/environ").split("\0")
         given = dict(word.split("=", 1) for word in words if "=" in word)
         where, _, name = given.get(mark, "").rpartition(":")
-        if job_id and given.get("SLURM_JOB_ID", job_id) != job_id:
-            return ""
-        return name if where == str(folder) else ""
+        is_of_job = not job_id or given.get("SLURM_JOB_ID", job_id) == job_id
+        return name if is_of_job and where == str(folder) else ""
 
     owners = {pid: owner(pid) for pid in parents}
     found: dict[str, set[int]] = defaultdict(set)

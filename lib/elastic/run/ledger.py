@@ -15,7 +15,7 @@ else went wrong.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 Range = tuple[int, int, int]  # epoch, first position, one past the last position
 EPOCHS_AHEAD = 10_000  # where epochs are not bounded: a range further on is nonsense
@@ -69,12 +69,6 @@ class Ranges:
             first, last = self._touching(spans, start, stop)
             found += [(epoch, max(start, a), min(stop, b)) for a, b in spans[first:last]]
         return found
-
-    def take(self, count: int) -> list[Range]:
-        """Remove and return the first `count` positions (fewer if there are fewer)."""
-        taken = take(list(self), count)
-        self.remove(taken)
-        return taken
 
     @staticmethod
     def _touching(spans: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
@@ -135,7 +129,8 @@ class Ledger:
             pass
         if self._opened == self.epochs:
             want = min(want, least * -(-len(self.free) // (least * max(1, sharers))))
-        ranges = self.free.take(want)
+        ranges = take(list(self.free), want)
+        self.free.remove(ranges)
         self.held.setdefault(owner, Ranges()).add(ranges)
         return ranges
 
@@ -156,9 +151,8 @@ class Ledger:
         self.give_back(owner)
         self.hold(owner, ranges)
 
-    def refusal(self, owner: Owner, ranges: Iterable[Range]) -> str:
+    def refusal(self, owner: Owner, ranges: Sequence[Range]) -> str:
         """Why `owner` may not commit `ranges`; empty if it may."""
-        ranges = list(ranges)
         if any(not self._legal(each) for each in ranges):
             return "samples outside the data set"
         if len(Ranges(ranges)) != count(ranges):
@@ -172,9 +166,8 @@ class Ledger:
                 return f"samples were handed to slot {other[0]} since"
         return ""
 
-    def offer(self, key: Key, ranges: Iterable[Range]) -> None:
+    def offer(self, key: Key, ranges: Sequence[Range]) -> None:
         """Move `ranges` (not refused) from held or free to offered in the delta `key`."""
-        ranges = list(ranges)
         self._open_epochs(ranges)
         self.free.remove(ranges)
         self.held.get(key[:2], Ranges()).remove(ranges)
@@ -206,9 +199,7 @@ class Ledger:
     def _open_epoch(self) -> bool:
         if not self.samples or (self.epochs and self._opened >= self.epochs):
             return False
-        epoch = [(self._opened, 0, self.samples)]
-        taken = self.committed.common(epoch)
-        self.free.add(epoch)
-        self.free.remove(taken)
+        self.free.add([(self._opened, 0, self.samples)])
+        self.free.remove(self.committed)
         self._opened += 1
         return True

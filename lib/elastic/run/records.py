@@ -6,7 +6,7 @@ import enum
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NewType, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 from elastic.run.ledger import Range
@@ -151,9 +151,6 @@ class Header:
     @property
     def key(self) -> tuple[int, int, int]:
         return (self.slot, self.attempt, self.base)
-
-    def to_json(self) -> dict:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, data: object) -> "Header":

@@ -6,13 +6,10 @@ same in all records, and fields of other names are taken as they are.
 """
 
 from pathlib import Path
-from typing import TypeVar
 
 from elastic.base.durable import damaged, names, read_json
 from elastic.base.errors import ElasticError, TryAgain
-from elastic.run.records import restored
-
-T = TypeVar("T")
+from elastic.run.records import T, restored
 
 NUMBER = (int, float)
 # The kind of a field, in every record that has no type of its own.

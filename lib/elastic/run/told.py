@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elastic.base.durable import append_line, insist, names, replace_quickly, to_json, write_atomic
@@ -63,7 +63,7 @@ class Offers(Part):
         slot, attempt, base = header.key
         path = self.run.path / "deltas" / f"{base:06d}" / f"{slot}.{attempt}.left"
         with contextlib.suppress(OSError, TryAgain):  # merged by now, and its folder removed
-            insist(write_atomic, path, json.dumps(header.to_json()).encode())
+            insist(write_atomic, path, json.dumps(asdict(header)).encode())
 
     def left(self, base: int) -> list[tuple[str, bytes]]:
         """("slot:attempt", header) of the workers that have left."""

@@ -94,8 +94,7 @@ class Checkpoints:
         self._flight: _Flight | None = None
         self._skipped: set[int] = set()
         # With one rank DCP finds no group, and needs none.
-        ranks = dist.new_group(backend="gloo", timeout=SLOWEST) if group.world > 1 else None
-        self._how = {"process_group": ranks}
+        self._ranks = dist.new_group(backend="gloo", timeout=SLOWEST) if group.world > 1 else None
 
     def save(self, step: int, model, optimizer, extra: dict) -> None:
         """Write and commit a checkpoint, unless this step has one.
@@ -136,8 +135,7 @@ class Checkpoints:
 
     def poll(self) -> bool:
         """Has what began been committed, by this call? Raises like save()."""
-        flight = self._flight
-        if flight is None or not self._group.broadcast(flight.future.done()):
+        if self._flight is None or not self._group.broadcast(self._flight.future.done()):
             return False
         return self.finish() is not None
 
@@ -183,7 +181,7 @@ class Checkpoints:
         """Arguments for DCP. Rank 0 writes what every rank has, as a BatchNorm's
         statistics."""
         planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        return {"storage_writer": flight.writer, "planner": planner, **self._how}
+        return {"storage_writer": flight.writer, "planner": planner, "process_group": self._ranks}
 
     def _draft_unless_committed(self, step: int, draft: Draft) -> bool:
         """Rank 0: make the folder of the draft. False, and nothing is made, if the step is
@@ -242,7 +240,7 @@ class Checkpoints:
         places = optimizer_state["state"]
         saved_state = {name: places[name] for name in places if f"optimizer.state.{name}" in held}
         optimizer_state["state"] = saved_state
-        reader.fill({"model": model_state, "optimizer": optimizer_state}, **self._how)
+        reader.fill({"model": model_state, "optimizer": optimizer_state}, process_group=self._ranks)
         # A parameter that never trained has no moments; torch before 2.9 wants its name all
         # the same.
         optimizer_state["state"] = {n: saved_state.get(n, {}) for n in places if saved_state}

@@ -44,13 +44,12 @@ class Layout:
         size = 0
         for name, shape, *is_buffer in shapes:
             tensor = Tensor(name, tuple(shape), 0, bool(is_buffer))
-            numel = tensor.numel
             is_other = fragments and fragments[-1][0].is_buffer != tensor.is_buffer
-            if not fragments or is_other or 4 * (size + numel) > fragment_bytes:
+            if not fragments or is_other or 4 * (size + tensor.numel) > fragment_bytes:
                 fragments.append([])
                 size = 0
             fragments[-1].append(replace(tensor, start=size))
-            size += numel
+            size += tensor.numel
         return cls(tuple(map(tuple, fragments)))
 
     @cached_property

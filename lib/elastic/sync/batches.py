@@ -1,5 +1,13 @@
-"""The global batches of a synchronous run: the first samples that are free, in the
-shuffled order.
+"""The global batches of a synchronous run, and how its ranks share them.
+
+Step s trains the global batch, the next `global_batch_size` samples that are free in the
+ledger, in the order of the shuffled epochs, whatever the number of ranks: a rank's part
+depends on (step, rank, world) only through a partition of that batch, so a run that is
+resized trains the same samples in the same steps as one that never was.
+
+Parts differ by at most one sample. All ranks make equally many passes over the model,
+because each pass is a collective: a rank that has fewer samples than passes makes one
+over a sample that counts nothing.
 
 With train.loader_workers processes load ahead. What they have is counted as trained only
 when it is: a checkpoint knows nothing of it.
@@ -7,7 +15,7 @@ when it is: a checkpoint knows nothing of it.
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.utils.data import DataLoader, default_collate
@@ -15,7 +23,6 @@ from torch.utils.data import DataLoader, default_collate
 from elastic.base.config import Config
 from elastic.run.ledger import Ledger, Range, Ranges
 from elastic.run.shuffle import index
-from elastic.sync.parts import passes
 from elastic.train.device import seed_by
 from elastic.train.group import Group
 from elastic.train.health import shield_workers
@@ -23,6 +30,24 @@ from elastic.train.loading import check
 from elastic.train.task import count_tokens
 
 RANKS = (0, 0)  # the only owner in the ledger: a batch is handed to all of them
+
+
+def part(whole: Sequence, index: int, count: int) -> Sequence:
+    """Part `index` of `count` nearly equal contiguous ones, the longer ones first."""
+    size, longer = divmod(len(whole), count)
+    start = index * size + min(index, longer)
+    return whole[start : start + size + (index < longer)]
+
+
+def passes(batch: Sequence, rank: int, world: int, most: int) -> list[Sequence]:
+    """The rank's part in passes of at most `most` samples, equally many on every rank.
+
+    An empty one is a pass over a sample that counts nothing.
+    """
+    largest = -(-len(batch) // world)
+    count = max(1, -(-largest // most))
+    mine = part(batch, rank, world)
+    return [part(mine, index, count) for index in range(count)]
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ def judge(
     if code != Exit.OK and fenced_by:  # whatever the ranks died of
         return End(Outcome.FENCED, f"attempt {fenced_by} has the run now")
     if code == Exit.TRY_AGAIN:
-        why = f"notice: {notice}" if notice else "the ranks left on a notice"
-        return End(Outcome.YIELDED, why)
+        return End(Outcome.YIELDED, f"notice: {notice}" if notice else "the ranks left on a notice")
     if not closing and code == Exit.DO_NOT_RESTART and not is_own:
         closing = "going on in sync mode again"
     if closing:

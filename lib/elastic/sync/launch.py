@@ -95,7 +95,11 @@ class Launcher:
         if closing := self.program.closing("sync", self.notice):
             return self.end(end_of_run(closing))
         self._release_nodes()
-        self._have_successors()
+        # From now on, also without cron, a successor waits in the queue soon, and starts however
+        # this job ends.
+        self._passes = Passes(self.run, PASSES_S, SUCCESSOR_S)
+        if self.config.run.scheduler == "local":
+            self._follower = sched_local.pass_after_me(self.run.path)
         while not (end := self._attempt()):
             pass
         return self.end(end)
@@ -115,8 +119,7 @@ class Launcher:
             done = {"reason": "run.command has ended", "time": time.time()}
             until_written(lambda: self.run.mark_done(done), self.notice.__bool__)
             self.run.event("done", reason="run.command has ended")
-        has_crashed = end.outcome == Outcome.CRASHED
-        return self._after_crash(end, ranks, before) if has_crashed else end
+        return self._after_crash(end, ranks, before) if end.outcome == Outcome.CRASHED else end
 
     def _after_crash(self, end: End, ranks: "Ranks", before: dict[Path, int]) -> End | None:
         """The end of the job; None: the ranks are worth another attempt. `before`: the
@@ -304,13 +307,6 @@ class Launcher:
             self._passes.close()
         reconcile_now(self.run)
         return code
-
-    def _have_successors(self) -> None:
-        """Make passes from now on, also without cron: so a successor waits in the queue
-        soon, and starts however this job ends."""
-        self._passes = Passes(self.run, PASSES_S, SUCCESSOR_S)
-        if self.config.run.scheduler == "local":
-            self._follower = sched_local.pass_after_me(self.run.path)
 
 
 def _say(line: str) -> None:

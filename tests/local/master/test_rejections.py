@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ class Fake:
             layout=self.run.run.commits.of(0).layout, codec="none", steps=1, tokens=BATCH,
             samples=self.samples(), loss=0.1, first_loss=0.1, fragments=tuple(parts),
         )  # fmt: skip
-        return whole.to_json() | changes
+        return asdict(whole) | changes
 
     def offer(self, body: dict | str, attempt: int | None = None) -> None:
         """Announce a delta as the store would, whatever it says."""

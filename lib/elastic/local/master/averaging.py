@@ -47,6 +47,9 @@ class Averager:
         self.indices = range(len(self.layout.fragments))
         chosen = CODECS[config.local_sgd.compression]
         self._codecs = [codec_of(self.layout.has_buffers(index), chosen) for index in self.indices]
+        pairs = zip(self._codecs, self.layout.numels, strict=True)
+        # What a delta's fragments must have.
+        self.fragment_bytes = tuple(codec.size_bytes(numel) for codec, numel in pairs)
         empty = [torch.empty(0)] * len(self.layout.fragments)
         self.params, self.momentum = list(empty), list(empty)  # flat, float32
         self._own = threading.local()
@@ -63,12 +66,6 @@ class Averager:
             wait([self._cleaning])
         for pool in (self._pool, self.threads):
             pool.shutdown(wait=True, cancel_futures=True)
-
-    @property
-    def fragment_bytes(self) -> tuple[int, ...]:
-        """What a delta's fragments must have."""
-        pairs = zip(self._codecs, self.layout.numels, strict=True)
-        return tuple(codec.size_bytes(numel) for codec, numel in pairs)
 
     # ---- as deltas arrive
 
