@@ -75,7 +75,7 @@ def delta_of(slot: int = 0, **told) -> Delta:
 
 def environment(home: Path, **extra: str) -> dict[str, str]:
     """A clean environment whose runs and registry are below `home`."""
-    names = ("PATH", "HOME", "LANG", SESSION)
+    names = ("PATH", "HOME", "LANG", "TMPDIR", SESSION)
     kept = {name: os.environ[name] for name in names if name in os.environ}
     return kept | {
         "ELASTIC_HOME_DIR": str(home / "registry"),

@@ -9,6 +9,7 @@ import math
 import random
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -144,7 +145,17 @@ def test_another_job_follows_a_crash_where_nobody_has_cron(tmp_path):
         finish(run)
 
 
-def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(tmp_path, undisturbed):
+@pytest.fixture
+def temporary(monkeypatch) -> Iterator[Path]:
+    """Where processes make temporary files; a short path, for sockets."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)
+
+
+def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(
+        tmp_path, undisturbed, temporary):  # fmt: skip
+    """Nothing is left on its nodes: every process that loaded samples left a folder there."""
     settings = {"elastic.max": 3, "local_scheduler.gpus": 2, "train.loader_workers": 1}
     with synchronous(tmp_path, settings) as run:
         further(run, 5)
@@ -157,6 +168,7 @@ def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(tmp_pat
     worlds = [line["world"] for line in lines]
     changes = [now for now, then in zip(worlds, [0, *worlds], strict=False) if now != then]
     assert changes == [2, 1, 3]
+    assert [*temporary.glob("pymp-*")] == []
 
 
 def test_a_run_grows_by_itself_when_gpus_become_free(tmp_path, undisturbed):

@@ -18,14 +18,14 @@ PACKAGE = ROOT / "lib" / "elastic"
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
     "base": 1028,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1388,  # one run on disk: its folder, its records, its samples, its proof
+    "run": 1386,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1707,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 1070,  # a process with torch: the task, its ranks, its device, its health
+    "train": 1077,  # a process with torch: the task, its ranks, its device, its health
     "saved": 973,  # tensors on disk, committed by link(): what both modes begin with
     "local": 571,  # local mode: what both sides of the wire speak
-    "local/worker": 1387,  # one slot: hold the lease, train, deliver
+    "local/worker": 1385,  # one slot: hold the lease, train, deliver
     "local/master": 1094,  # one master: Redis, samples, rounds, commits
-    "sync": 1055,  # sync mode: one job that resizes
+    "sync": 1053,  # sync mode: one job that resizes
     "people": 2149,  # what a person asks and sees
     "lab": 1139,  # trying and proving; nothing imports it
     "commands": 470,  # click: options, checks, exit codes

@@ -95,9 +95,10 @@ class RunDir:
     ) -> "RunDir":
         """Make the directory of a new run and register its name. UsageError if it is
         taken."""
-        run, link = cls(place_of(root, config.run.name)), registry_dir() / "runs" / config.run.name
+        run = cls(place_of(root, config.run.name))
         draft = cls(run.path.with_name(f".{run.name}.{secrets.token_hex(16)}"))
         try:
+            run.register()  # first: nobody finds a run without its name
             durable.make_folder(draft.path, 0o700, parents=True)
             for folder in FOLDERS:
                 durable.make_folder(draft.path / folder)
@@ -107,9 +108,6 @@ class RunDir:
             for name in SECRETS.values():
                 write_atomic(draft.path / name, secrets.token_hex(24).encode(), PRIVATE)
             write_atomic(draft.path / "control.json", to_json(asdict(control)))
-            durable.make_folder(link.parent, parents=True)
-            with contextlib.suppress(FileExistsError):  # somebody who died made it for this path
-                link.symlink_to(run.path)
             os.rename(draft.path, run.path)  # the one of several who try at once that made it
         except OSError as error:
             shutil.rmtree(draft.path, ignore_errors=True)

@@ -25,8 +25,7 @@ from elastic.run.ledger import Ledger, Range, Ranges
 from elastic.run.shuffle import index
 from elastic.train.device import seed_by
 from elastic.train.group import Group
-from elastic.train.health import shield_workers
-from elastic.train.loading import check
+from elastic.train.loading import check, processes
 from elastic.train.task import count_tokens
 
 RANKS = (0, 0)  # the only owner in the ledger: a batch is handed to all of them
@@ -118,9 +117,8 @@ class Batches:
         done = len(self.committed) + len(self.trained) + len(self.skipped)
         seed_by(f"{seed}/{done} samples/{group.rank}")
         loader = iter(DataLoader(
-            self._dataset, batch_sampler=draw(), num_workers=train.loader_workers,
-            worker_init_fn=shield_workers, pin_memory=group.device.type == "cuda",
-            multiprocessing_context="fork" if train.loader_workers else None,  # as in loading
+            self._dataset, batch_sampler=draw(), pin_memory=group.device.type == "cuda",
+            **processes(train.loader_workers),
         ))  # fmt: skip
         for first in loader:
             batch, counts = planned.popleft()

@@ -7,10 +7,12 @@ several ranks the model is sharded by FSDP2, one unit per layer.
 import contextlib
 import os
 import random
+import shutil
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from hashlib import blake2b
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import torch
@@ -188,4 +190,5 @@ def leave(code: int) -> None:
     would take seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
+    shutil.rmtree(get_temp_dir(), ignore_errors=True)  # of processes that load samples
     os._exit(code)

@@ -8,6 +8,7 @@ of its epoch, which do not count.
 """
 
 from collections.abc import Callable, Iterator
+from multiprocessing.util import get_temp_dir
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -33,6 +34,16 @@ def check(dataset: Dataset) -> Dataset:
     return dataset
 
 
+def processes(count: int) -> dict:
+    """Arguments for a DataLoader that loads samples ahead in so many processes."""
+    if not count:
+        return {}
+    get_temp_dir()  # so theirs is the one that `device.leave` removes
+    # By fork, as data sets need not be picklable.
+    return {"num_workers": count, "worker_init_fn": shield_workers,
+            "multiprocessing_context": "fork"}  # fmt: skip
+
+
 class Loader:
     def __init__(
         self, dataset: Dataset, collate: Callable, config: Config, group: Group, pin: bool
@@ -43,10 +54,8 @@ class Loader:
         self._batches: Iterator = iter(())
         workers = config.train.loader_workers
         self._loader = DataLoader(
-            dataset, batch_sampler=self, collate_fn=collate, num_workers=workers,
-            worker_init_fn=shield_workers, persistent_workers=workers > 0, pin_memory=pin,
-            # Else a data set would have to be picklable.
-            multiprocessing_context="fork" if workers else None,
+            dataset, batch_sampler=self, collate_fn=collate, pin_memory=pin,
+            persistent_workers=workers > 0, **processes(workers),
             # It takes no random numbers of the loop's.
             generator=torch.Generator().manual_seed(torch.initial_seed()),
         )  # fmt: skip

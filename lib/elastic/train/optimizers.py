@@ -94,18 +94,13 @@ class Muon(Eager, Optimizer):
             own.add_(update, alpha=-group["lr"])
 
     def _smoothed(self, param: nn.Parameter, momentum: float) -> torch.Tensor:
-        """This rank's part of the gradient with Nesterov momentum, after an update of the
-        momentum."""
+        """This rank's part of the gradient with Nesterov momentum, in the type in which it
+        is multiplied, after an update of the momentum."""
         state, grad = self.state[param], own_part(param.grad)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param.grad)
         held = own_part(state["momentum_buffer"]).lerp_(grad, 1 - momentum)
-        return for_products(grad.lerp(held, momentum))
-
-
-def for_products(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix, in the type in which it is multiplied."""
-    return matrix.to(torch.float32 if matrix.is_cpu else torch.bfloat16)
+        return grad.lerp(held, momentum).to(torch.float32 if grad.is_cpu else torch.bfloat16)
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:

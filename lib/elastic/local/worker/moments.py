@@ -94,8 +94,7 @@ class Moments:
         with contextlib.suppress(OSError, TryAgain):
             if run.slots.latest(slot) != attempt:
                 return  # a successor has saved its own, or will
-            pointer = Pointer(slot, attempt, version, tuple(entries))
-            insist(inner_state.publish, run, pointer)
+            insist(inner_state.publish, run, Pointer(slot, attempt, version, tuple(entries)))
             self._saved_at = self._hand.steps_total
 
     def _saved(self, stem: str) -> Entry | None:

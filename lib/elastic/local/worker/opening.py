@@ -63,8 +63,7 @@ def _create(line: Line, group: Group, replica: Replica, commit: Commit) -> None:
         params = replica.whole(index)
         if draft:
             zeros = params.new_zeros(params.shape)
-            write = partial(draft.write_fragment, layout, index, params, zeros)
-            files += line.written(write)
+            files += line.written(partial(draft.write_fragment, layout, index, params, zeros))
     if draft:
         line.written(lambda: draft.commit(layout, files, commit))
     group.broadcast("version 0 is there")
