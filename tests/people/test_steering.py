@@ -123,7 +123,10 @@ def test_a_copy_of_a_run_does_not_take_its_name(run):
     shutil.copytree(run.path, copy)
     with pytest.raises(UsageError, match=f"run name taken: .* is {run.path}"):
         steering.scale(RunDir(copy), None, None, None)
-    steering.scale(RunDir(copy.rename(copy.with_name("other"))), None, None, None)
+    with pytest.raises(UsageError, match="no name for a run: 'a b'"):
+        steering.scale(RunDir(copy.rename(copy.with_name("a b"))), None, None, None)
+    other = copy.with_name("a b").rename(copy.with_name("other"))
+    steering.scale(RunDir(other), None, None, None)
     assert sorted(found.name for found in registered()) == ["other", run.name]
 
 

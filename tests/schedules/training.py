@@ -29,7 +29,7 @@ from elastic.local.master.open_round import Checked, Part
 from elastic.local.rounds import Rule, refusal
 from elastic.local.store import Store
 from elastic.local.transport import Damaged
-from elastic.local.worker import adopt, agent, deliver, in_hand, line, local_sgd, opening
+from elastic.local.worker import adopt, agent, deliver, in_hand, line, local_sgd
 from elastic.local.worker.agent import SILENT, Agent
 from elastic.local.worker.line import Line, Place
 from elastic.local.worker.local_sgd import LocalSGD
@@ -369,7 +369,7 @@ class Life(LocalSGD):
 
     def open(self, dataset) -> None:
         if self.run.commits.newest_version() < 0:
-            first = opening.first_commit(LAYOUT, self.config, len(dataset), 1)
+            first = adopt.first_commit(LAYOUT, self.config, len(dataset), 1)
             self.run.commits.link(replace(first, writer=self.place.job_id))
         self.train_with(MemoryExchange(self.run.world, self._hand), NoMoments())
 
@@ -834,7 +834,7 @@ class Clock:
 
 
 CLOCK = Clock()
-WORKER = (line, in_hand, deliver, adopt, opening)
+WORKER = (line, in_hand, deliver, adopt)
 
 
 class NoPass:

@@ -206,6 +206,15 @@ def test_each_matrix_that_a_layer_stacks_moves_for_itself(rows):
     assert torch.allclose(stacked[0].weight, torch.cat(apart), atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [5, 0, -1, [4, 4], [12, 0], []])
+def test_matrices_that_do_not_make_a_layer_are_refused(rows):
+    """In the first step; where ranks share the layer all but one of them waited for ever."""
+    model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 2))
+    model[0].matrix_rows = rows
+    with pytest.raises(ElasticError, match="a layer has 12 rows, and its matrix_rows are"):
+        default_optimizer(model, TRAIN)
+
+
 def test_q_k_and_v_are_three_matrices():
     model = models.create(models.Shape(dim=8, layers=1, heads=2, vocabulary=5, context=4))
     weight = model.layers[0].attention.qkv.weight

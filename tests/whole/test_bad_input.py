@@ -246,8 +246,8 @@ def test_a_sample_that_is_not_a_number_is_skipped_and_weighs_nothing(home: Path)
 
 @pytest.mark.parametrize("mode", ["local", "sync"])
 def test_parameters_that_round_small_steps_to_nothing_are_named(home: Path, mode):
-    """As from_pretrained() may load them: at a learning rate of 1e-5, 96 % of such weights had not
-    moved after 100 steps of AdamW."""
+    """As from_pretrained() may load them: at a learning rate of 1e-5, 85 to 98 % of such weights
+    had not moved after 100 steps of AdamW."""
     settings = {"run.task": "tiny_task:Halved", "run.mode": mode}
     with running(home, settings, samples=40, step_s=0) as run:
         run.until(run.run.done, 60, "the end of the run")

@@ -123,9 +123,9 @@ def scale(run: str, fewest: int | None, most: int | None, mode: str | None):
     """Change how many GPUs RUN may have, or how they train together.
 
     In the other mode it goes on from what is committed when its jobs have left.
-    A run that was stopped or has failed starts again, also where its folder was
-    moved: RUN is the new folder then. Exits 75 when the
-    scheduler did not answer: the next pass does it then.
+    A run that was stopped or has failed starts again. After its folder was moved,
+    RUN is the new folder. Exits 75 when the scheduler did not answer: the next
+    pass does it then.
     """
     resized = rundir.find(run)
     say(*steering.scale(resized, fewest, most, mode))

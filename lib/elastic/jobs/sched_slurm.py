@@ -190,8 +190,7 @@ def end_steps(job_id: str) -> None:
     argv = ("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i")
     until = time.monotonic() + STEPS_END_S
     while time.monotonic() < until:
-        steps = ask(*argv).split()
-        left = [step for step in steps if step.rpartition(".")[2].isdigit()]
+        left = [step for step in ask(*argv).split() if step.rpartition(".")[2].isdigit()]
         if not left:
             return
         slurm_command(("scancel", "--signal=KILL", *left))

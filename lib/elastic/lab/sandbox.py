@@ -163,8 +163,7 @@ class Sandbox:
 
     def run(self, *argv: str) -> str:
         """What a Slurm client command says in this sandbox; ElasticError if it fails."""
-        given = clean_environment() | self.environment()
-        answer = slurm_command(argv, environment=given)
+        answer = slurm_command(argv, environment=clean_environment() | self.environment())
         if answer.returncode != 0:
             said = answer.stderr.strip() or f"exit status {answer.returncode}"
             raise ElasticError(f"{shlex.join(argv)}: {said}")

@@ -135,8 +135,7 @@ class Store:
         if endpoint.url:
             parse(URL, endpoint.url)  # it comes from a file, which may be damaged
             client = redis.Redis.from_url(endpoint.url, **limits)
-            where = shown_url(endpoint.url).partition("//")[2]
-            return cls(client, key, where, endpoint.epoch)
+            return cls(client, key, shown_url(endpoint.url).partition("//")[2], endpoint.epoch)
         # redis-py trusts all the machine's authorities as well, but none of them has signed a
         # certificate for such an address.
         if endpoint.certificate:

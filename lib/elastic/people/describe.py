@@ -48,8 +48,7 @@ def measured(config, task) -> Model:
     layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
     if not layout.fragments:
         raise ElasticError("the model has no parameters that are trained")
-    chosen = CODECS[config.local_sgd.compression]
-    sizes = list(map(chosen.size_bytes, layout.numels))
+    sizes = list(map(CODECS[config.local_sgd.compression].size_bytes, layout.numels))
     context = getattr(getattr(task, "shape", None), "context", 0)
     return Model(numel=sum(layout.numels), largest_numel=max(layout.numels),
                  delta_bytes=sum(sizes), largest_bytes=max(sizes),

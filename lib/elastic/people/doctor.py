@@ -180,8 +180,7 @@ def _network(config: Config, *, nodes) -> dict[str, Any]:
     node."""
     wanted = {*config.slurm.master_partition.split(",")}
     fit = (node.address for node in known(nodes, []) if wanted & {"", node.partition})
-    peer = next(fit, "127.0.0.1")
-    address = network.bind_address(config.redis.bind, peer)
+    address = network.bind_address(config.redis.bind, next(fit, "127.0.0.1"))
     names = {each: name for name, each in network.interfaces().items()}
     routed = ""
     with contextlib.suppress(ElasticError):  # no route: a machine by itself

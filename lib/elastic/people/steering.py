@@ -160,6 +160,7 @@ def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -
     """Set the limits and the mode of a run, which then runs; None leaves one as it is.
     Returns what has changed, in words. UsageError: the run cannot have them, or another run
     has its name."""
+    run.register()
     if run.done():
         raise UsageError(f"run {run.name} is done", "submit a new one")
     before, words = run.control(), []
@@ -168,7 +169,6 @@ def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -
     mode = mode or before.mode
     if (fewest, most, mode) != (before.min, before.max, before.mode):
         submission.check_change(run, fewest, most, mode)
-    run.register()
     if mode != before.mode:
         words.append(f"run {run.name}: {before.mode} mode -> {mode} mode")
     if failed := run.failed():

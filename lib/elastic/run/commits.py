@@ -98,6 +98,5 @@ def read_checkpoints(run_dir: Path, base: int) -> list[Checkpoint]:
     for step in sorted(numbers(run_dir / "checkpoints", CHECKPOINT)):
         path = run_dir / "checkpoints" / f"step-{step:08d}.json"
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # pruned
-            record = as_commit(json.loads(path.read_text()))
-            found.append(restored(Checkpoint, record))
+            found.append(restored(Checkpoint, as_commit(json.loads(path.read_text()))))
     return [checkpoint for checkpoint in found if checkpoint.base_version == base]

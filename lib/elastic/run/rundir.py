@@ -41,6 +41,7 @@ from elastic.base.config import Config
 from elastic.base.durable import append_line, to_json, write_atomic
 from elastic.base.environment import registry_dir
 from elastic.base.errors import ElasticError, TryAgain, UsageError
+from elastic.base.keys import NAME
 from elastic.base.units import size
 from elastic.run.claims import Masters, Slots
 from elastic.run.commits import Commits
@@ -118,16 +119,21 @@ class RunDir:
 
     def register(self) -> None:
         """Have the run's name lead to this folder, which may have been moved. UsageError if
-        it leads to another run."""
-        link, here = registry_dir() / "runs" / self.name, self.path.resolve()
-        if link.resolve() == here:
+        it leads to another run, or is none."""
+        link, here = registry_dir() / "runs" / self.name, os.path.realpath(self.path)
+        there = os.path.realpath(link)
+        if there == here:
             return
         if _run_at(link):
-            what = f"run name taken: {self.name!r} is {link.resolve()}"
-            raise UsageError(what, "jobs go by that name: give one of the two folders another")
+            hint = "give this folder another one: the other run may have jobs, which go by theirs"
+            raise UsageError(f"run name taken: {self.name!r} is {there}", hint)
+        if not NAME.holds(self.name):
+            what = f"no name for a run: {self.name!r}"
+            raise UsageError(what, f"the name of its folder has to have {NAME.rule}")
         durable.make_folder(link.parent, parents=True)
         link.unlink(missing_ok=True)
-        link.symlink_to(here)
+        with contextlib.suppress(FileExistsError):  # of several at once one makes it
+            link.symlink_to(here)
 
     # ---- what the user wants
 

@@ -36,8 +36,8 @@ def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Statistics:
-    """A model's `buffers` before the passes of a step, as BatchNorm's statistics: of a step
-    that is skipped nothing may stay."""
+    """A model's `buffers` before the passes of a step, as BatchNorm's statistics: a step that
+    is skipped leaves nothing there, except in those that it has made anew."""
 
     def __init__(self, model: nn.Module):
         self._model, self._names = model, buffers(model).keys()
@@ -49,7 +49,8 @@ class Statistics:
     @torch.no_grad()
     def put_back(self) -> None:
         for name, buffer in self._now():
-            buffer.copy_(self._before[name])
+            before = self._before.get(name, buffer)
+            buffer.copy_(before if before.shape == buffer.shape else buffer)
 
     def _now(self) -> list[tuple[str, torch.Tensor]]:
         """The model's code may have put a new one in its place."""

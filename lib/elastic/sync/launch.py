@@ -36,7 +36,7 @@ from elastic.base.network import bind_address, free_port, node_name
 from elastic.base.signals import Notice, install
 from elastic.jobs import cadence, sched_local, sched_slurm, sizing
 from elastic.jobs.command import expand
-from elastic.jobs.history import TRAINER, End, end_of_run
+from elastic.jobs.history import TRAINER, End, end_of_run, judge
 from elastic.jobs.passes import Passes, reconcile_now
 from elastic.jobs.program import SILENT_S, Program, run_job, start_rank
 from elastic.jobs.slurm_info import get_slurm_info, log_job_info, notice_here, with_end_time
@@ -44,7 +44,6 @@ from elastic.jobs.slurm_text import expand_hostlist
 from elastic.run import wording
 from elastic.run.records import WANTED, Outcome
 from elastic.run.rundir import RunDir
-from elastic.sync.judging import judge
 from elastic.sync.keepalive import Keepalive
 from elastic.sync.resumable import Resume
 

@@ -50,7 +50,7 @@ from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, r
 from elastic.train.inner_optimizer import InnerOptimizer, Probe
 from elastic.train.optimizers import optimizer_of
 from elastic.train.schedule import share_of_peak
-from elastic.train.task import Interrupted, count_tokens, go_to, load_task, score
+from elastic.train.task import Interrupted, count_tokens, go_to, load_task, score, weighed
 
 PROGRESS_S = 1.0
 AGREE_S = 0.2  # of passes between two agreements: each waits for the GPUs
@@ -371,8 +371,7 @@ class Learner:
             with self.autocast():
                 loss = self.task.loss(self.model, device.to_device(data, place))
             (loss * (self._group.world * count / expected)).backward()
-            told = count * torch.stack([loss.detach().double().sum(), losses.new_ones(())])
-            losses += told.where(loss.isfinite(), 0.0)
+            losses += weighed(loss, count)
             tokens += count
         return losses, tokens
 

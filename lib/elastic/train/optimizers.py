@@ -37,14 +37,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from elastic.base.errors import ElasticError
 from elastic.train.group import is_sharded, own_part
 from elastic.train.inner_optimizer import refuse_odd
 
 STEPS = 5
 A, B, C = 3.4445, -4.775, 2.0315  # make small singular values grow fastest
 TINY = 1e-7
-
-MatrixRows = int | Sequence[int]
 
 
 class Eager:
@@ -66,7 +65,7 @@ class Muon(Eager, Optimizer):
     """Of weights that are whole, or sharded by rows over one group of ranks, with the rows
     of each matrix that they stack."""
 
-    def __init__(self, weights: Mapping[nn.Parameter, MatrixRows], lr: float, weight_decay: float):
+    def __init__(self, weights: Mapping[nn.Parameter, list[int]], lr: float, weight_decay: float):
         super().__init__(weights, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
         self._matrix_rows = weights
 
@@ -115,7 +114,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return x.T if is_tall else x
 
 
-def update_of(weight: torch.Tensor, matrix_rows: MatrixRows) -> torch.Tensor:
+def update_of(weight: torch.Tensor, matrix_rows: list[int]) -> torch.Tensor:
     """The `orthogonal` of each matrix that the weight stacks, as large as AdamW's update: its
     RMS is about 0.2."""
     parts = weight.split(matrix_rows)
@@ -123,7 +122,7 @@ def update_of(weight: torch.Tensor, matrix_rows: MatrixRows) -> torch.Tensor:
 
 
 def update_rows(rows: Sequence[torch.Tensor], shapes: Sequence[torch.Size],
-                stacked: Sequence[MatrixRows],
+                stacked: Sequence[list[int]],
                 group: dist.ProcessGroup) -> list[torch.Tensor]:  # fmt: skip
     """`update_of` weights of these shapes, at most as many as the group has ranks: this
     rank's rows of them, cut as FSDP2 does, for those that it brings. Collective."""
@@ -189,10 +188,11 @@ def default_optimizer(model: nn.Module, train) -> Optimizer:
     return Together(made, _adamw(others, train)) if others else made
 
 
-def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, MatrixRows]:
+def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, list[int]]:
     """The weights of linear layers, but for the head's: the last one, or one that is an
     embedding's, too; and but for one that is no parameter, as of weight_norm, or no matrix,
-    as of several experts. With each, the rows of the matrices that it stacks."""
+    as of several experts. With each, the rows of the matrices that it stacks. Raises
+    ElasticError."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     others = [*tables, *linear[-1:]]
@@ -202,8 +202,18 @@ def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, MatrixRows]:
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         is_matrix = weight is not None and weight.dim() == 2 and weight.requires_grad
         if is_matrix and id(weight) not in left:
-            hidden[weight] = getattr(module, "matrix_rows", weight.shape[0])
+            hidden[weight] = _rows_of_each(module, weight.shape[0])
     return hidden
+
+
+def _rows_of_each(module: nn.Linear, rows: int) -> list[int]:
+    """The rows of each matrix that a layer's weight of `rows` stacks. Raises ElasticError."""
+    given = getattr(module, "matrix_rows", rows)
+    each = [given] * (rows // max(1, given)) if isinstance(given, int) else list(given)
+    if sum(each) != rows or min(each) < 1:
+        what = f"a layer has {rows} rows, and its matrix_rows are {given}"
+        raise ElasticError(what, "give the rows of each matrix, as a number or as a list")
+    return each
 
 
 def _adamw(parameters, train) -> EagerAdamW:

@@ -107,6 +107,13 @@ def count_tokens(task: Task, batch: Any) -> int:
     raise ElasticError("a batch has no tensor to count its samples by", "give the task tokens()")
 
 
+def weighed(loss: Tensor, tokens: int) -> Tensor:
+    """A batch's loss times its tokens, and these: two float64. Zeros, if it is nothing but
+    padding and has no loss."""
+    told = tokens * torch.stack([loss.detach().double().sum(), loss.new_ones(()).double()])
+    return told.where(loss.isfinite(), 0.0)
+
+
 def _tensors(batch: Any) -> list[Tensor]:
     """The tensors of a batch that have samples, in their order."""
     if isinstance(batch, Mapping):

@@ -7,6 +7,7 @@ workers are in test_rejections.py, test_faults.py and test_overlap.py.
 import contextlib
 import errno
 import json
+import math
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from elastic.base import durable
 from elastic.base.errors import ElasticError, Exit, TryAgain
@@ -26,7 +28,7 @@ from elastic.jobs.history import End
 from elastic.local.store import WorkerStore
 from elastic.local.transport import Transport
 from elastic.local.worker import agent, deliver, line
-from elastic.local.worker.adopt import Adoption
+from elastic.local.worker.adopt import Adoption, layout_of_run
 from elastic.local.worker.agent import Agent, Training
 from elastic.local.worker.deliver import Delivery
 from elastic.local.worker.exchange import Put
@@ -34,7 +36,7 @@ from elastic.local.worker.in_hand import InHand, WorkerRound
 from elastic.local.worker.line import Line, Place, RankLine
 from elastic.local.worker.local_sgd import LocalSGD
 from elastic.local.worker.moments import Moments
-from elastic.local.worker.opening import layout_of_run
+from elastic.local.worker.worker import train
 from elastic.run.commits import Commits
 from elastic.run.records import Commit, Fragment, Header, Outcome
 from elastic.saved import inner_state
@@ -42,6 +44,7 @@ from elastic.saved.layout import Layout
 from elastic.train.group import Group
 from elastic.train.inner_optimizer import InnerOptimizer
 from helpers import PATIENCE, commit_of
+from tiny_task import Masked
 
 
 def hidden(for_looks: int, notice=False, answers=True) -> tuple[RankLine, list[int]]:
@@ -190,6 +193,45 @@ def test_who_finds_no_master_until_its_end_leaves_what_it_has_delivered(run, cou
     with pytest.raises(TryAgain):
         find_no_master(run, courier)
     assert run.offers.left(5) == [("0:1", json.dumps(asdict(HEADER)).encode())]
+
+
+class Steps:
+    """A LocalSGD of one rank, whose batches are given; it notes what its steps are told."""
+
+    def __init__(self, config, batches):
+        self.config, self.group, self._batches, self.told = config, Group(), batches, []
+
+    @property
+    def expected_tokens(self) -> float:
+        return self.config.step_samples * self.tokens_per_sample
+
+    def batches_on_cpu(self, dataset):
+        for number, self.batch in enumerate(self._batches, 1):
+            self.ends_step = number % self.config.train.accumulate == 0
+            yield self.batch
+
+    def step(self, loss, tokens):
+        self.told.append((float(loss), tokens))
+
+
+class Padded(Masked):
+    tokens = None  # its samples are counted, also those that its loss leaves out
+
+
+@pytest.mark.parametrize("kind", [Masked, Padded])
+def test_a_batch_of_padding_alone_has_no_part_in_the_loss_that_is_told(make_config, kind):
+    """Its tokens had: a step of it alone had a loss of 0, which the canary took for good."""
+    task = kind({"pace": ""})
+    dataset, model = task.dataset(), task.model()
+    whole = next(i for i in range(9) if task.counted(dataset[i][1]))
+    padding, other = (default_collate([dataset[i]] * 2) for i in (0, whole))
+    config = make_config("train.batch_size=2", "train.accumulate=2", "train.optimizer=adamw")
+    still = SimpleNamespace(step=lambda: None, zero_grad=lambda set_to_none: model.zero_grad())
+    sgd = Steps(config, [padding, padding, padding, other, other, other])
+    train(task, model, still, sgd, torch.device("cpu"))
+    (empty, _), (half, _), (full, tokens) = sgd.told
+    assert (math.isnan(empty), tokens) == (True, 4)
+    assert half == full == task.loss(model, other).item() > 0
 
 
 def test_a_delta_is_offered_again_to_a_server_that_does_not_know_it(make_store):

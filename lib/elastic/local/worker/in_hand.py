@@ -195,8 +195,7 @@ class InHand:
     def held(self) -> list[Range]:
         """The samples that the ledger must not give to others; also those of offered
         deltas, which a new ledger does not know."""
-        own = [done.samples for done in (self.sent, self.round) if done]
-        return sum(own, self.queue)
+        return sum([done.samples for done in (self.sent, self.round) if done], self.queue)
 
     def tell_new_master(self) -> None:
         """Rank 0: tell a new master which samples this worker holds. Raises ElasticError if

@@ -36,13 +36,12 @@ from elastic.base.config import Config
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice, install
 from elastic.jobs.slurm_info import kill_at
-from elastic.local.worker.adopt import Adoption
+from elastic.local.worker.adopt import Adoption, layout_of_run
 from elastic.local.worker.deliver import Delivery
 from elastic.local.worker.exchange import Exchange
 from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.line import LOOK_S, Line, Place, RankLine
 from elastic.local.worker.moments import Moments
-from elastic.local.worker.opening import layout_of_run
 from elastic.local.worker.validation import Validation
 from elastic.run.records import Outcome
 from elastic.saved.replica import Replica, Statistics, refuse_inexact
@@ -233,9 +232,10 @@ class LocalSGD:
     def skip(self) -> None:
         """Count a batch whose gradient is not finite, so that it is to have no effect: it
         was seen, and weighs nothing."""
-        self.line.warn("a gradient was not finite: the samples of that step are left out")
-        self._statistics.put_back()
         self._count(math.nan, 0, rate=0.0)
+        self._statistics.put_back()
+        self.line.warn("a step was skipped, as for a gradient that is not finite: its samples"
+                       " are left out")  # fmt: skip
 
     def _count(self, loss: torch.Tensor | float, tokens: int | None, rate: float) -> None:
         if not self._hand.commit:

@@ -20,7 +20,7 @@ from elastic.train.group import clip_gradients, rescale_gradients
 from elastic.train.health import NaNDetector
 from elastic.train.loading import check
 from elastic.train.optimizers import optimizer_of
-from elastic.train.task import count_tokens, go_to, load_task
+from elastic.train.task import count_tokens, go_to, load_task, weighed
 
 # Rank 0 may wait for the master for days, and the others for it.
 PATIENCE_S = 30 * 86400.0
@@ -55,7 +55,7 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
     sgd.tokens_per_sample = max(1, count_tokens(task, default_collate([dataset[0]])))
     autocast = precision(settings.precision, device)
     nans = NaNDetector(health.nan_action, sgd.group, health.max_bad_batches)
-    losses, tokens = [], 0  # of the step's batches: sums over tokens
+    losses, tokens = [], 0  # of the step's batches
     for batch in sgd.batches_on_cpu(dataset):  # where tokens() counts
         count = count_tokens(task, batch)
         with autocast():
@@ -63,7 +63,7 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
         # So gradients are those of a mean over the tokens of all batches, and of all ranks:
         # FSDP takes the mean over ranks.
         (loss * (count / sgd.expected_tokens)).backward()
-        losses.append(loss.detach() * count)
+        losses.append(weighed(loss, count))
         tokens += count
         if not sgd.ends_step:
             continue
@@ -74,7 +74,7 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
         if action == "ok":
             optimizer.step()
             # A batch of nothing but padding has no loss, and gradients of 0.
-            sgd.step(torch.stack(losses).nansum() / tokens, tokens)
+            sgd.step(torch.div(*sum(losses)), tokens)
         elif action == "skip":
             sgd.skip()
         else:

@@ -1,12 +1,12 @@
 """What the end of the ranks of a synchronous job means, and the exit code that says so.
 
-pytest tests/sync/test_judging.py
+pytest tests/jobs/test_judging.py
 """
 
 import pytest
 
+from elastic.jobs.history import judge
 from elastic.run.records import Outcome
-from elastic.sync.judging import judge
 
 CRASH = {
     "code": 1, "error": "", "closing": "", "told": "", "notice": "", "fenced_by": 0,
