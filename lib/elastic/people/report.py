@@ -177,8 +177,7 @@ def draw_goodput(axes: Any, contents: Contents) -> None:
     axes.figure.set_figheight(1.8)
     left = 0.0
     for colour, (part, share) in zip(COLOURS, shares(contents.gpu_seconds).items(), strict=True):
-        words = f"{part} {share:.1%}"
-        axes.barh(0, 100 * share, left=left, color=colour, label=words)
+        axes.barh(0, 100 * share, left=left, color=colour, label=f"{part} {share:.1%}")
         left += 100 * share
     axes.set(xlim=(0, 100), ylim=(-0.6, 2.0), yticks=())
     axes.set(xlabel=f"% of {wording.si(contents.gpu_seconds['allocated'])} GPU-seconds")

@@ -229,8 +229,7 @@ def audit_view(run: str, report: dict) -> Iterator[RenderableType]:
     for problem in report["problems"]:
         yield Text(f"wrong: {problem}", style="red")
     state = "finished" if report.get("finished") else "not finished"
-    verdict = _state("WRONG" if report["problems"] else "ok")
-    yield Text(f"audit of {run} ({state}): ") + verdict
+    yield Text(f"audit of {run} ({state}): ") + _state("WRONG" if report["problems"] else "ok")
 
 
 def chaos_view(report: dict) -> RenderableType:

@@ -123,7 +123,8 @@ def load(run: RunDir, pointer: Pointer, optimizers: Sequence, rank: int, world: 
         if path.stat().st_size != entry["bytes"] or checksum(path) != entry["xxh3"]:
             return f"{path.name} is damaged"
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
             said = {name: json.loads(text) for name, text in file.metadata().items()}
         return _restore(optimizers, tensors, said)
     except Exception as error:  # an optimizer may have put anything there

@@ -190,5 +190,6 @@ def leave(code: int) -> None:
     would take seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
-    shutil.rmtree(get_temp_dir(), ignore_errors=True)  # of processes that load samples
+    with contextlib.suppress(OSError):  # as of a full disk
+        shutil.rmtree(get_temp_dir())  # of processes that load samples
     os._exit(code)

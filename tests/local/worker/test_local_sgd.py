@@ -206,9 +206,9 @@ class Steps:
         return self.config.step_samples * self.tokens_per_sample
 
     def batches_on_cpu(self, dataset):
-        for number, self.batch in enumerate(self._batches, 1):
+        for number, batch in enumerate(self._batches, 1):
             self.ends_step = number % self.config.train.accumulate == 0
-            yield self.batch
+            yield batch
 
     def step(self, loss, tokens):
         self.told.append((float(loss), tokens))
