@@ -150,7 +150,7 @@ def trial(config: Config, folder: Path) -> bool:
     """Start a server on loopback with its files in `folder`, see that it answers, and
     stop it. True: over TLS. Raises ElasticError."""
     run = RunDir(folder)
-    for name in SECRETS.values():
+    for name in ("id", *SECRETS.values()):
         write_atomic(folder / name, secrets.token_hex(24).encode(), mode=0o600)
     on_any_port = replace(config, redis=replace(config.redis, port=0))
     server = start(run, on_any_port, "127.0.0.1", 0)
