@@ -125,7 +125,7 @@ class Start:
 class Script:
     """Stands in for LocalSGD: hands the worker's own training loop the batches it is given."""
 
-    group, accumulate, ends_step, tokens_per_sample = Group(), 1, True, 1
+    group, ends_step, tokens_per_sample = Group(), True, 1
 
     def __init__(self, config: Config, batches: list[list[int]], prepare):
         self.config, self._batches, self._prepare = config, batches, prepare
@@ -137,6 +137,10 @@ class Script:
             self._pending, self._size = sum(index >= 0 for index in indices), len(indices)
             self._rate = self._prepare(self.steps, self.tokens)
             yield default_collate([dataset[max(index, ~index)] for index in indices])
+
+    @property
+    def expected_tokens(self) -> float:
+        return self._size * self.tokens_per_sample
 
     def step(self, _loss=0.0, tokens: int | None = None) -> None:
         self.lr_sum += self._rate
