@@ -461,6 +461,16 @@ def test_a_run_is_opened_where_its_newest_master_says(run, redis_server, kind):
     client.acl_deluser(role)
 
 
+@pytest.mark.parametrize("kind", [Store, WorkerStore])
+def test_a_server_of_a_master_of_before_is_looked_at_as_ever(run, redis_server, kind):
+    """It has no nonce: an upgrade must not hide runs that are under way."""
+    role, client = kind.role, redis_server.client()
+    client.acl_setuser(role, enabled=True, passwords=[f"+{run.secret(role)}"], commands=["+time"])
+    run.set_endpoint(redis_server.endpoint)
+    kind.open(run).close()
+    client.acl_deluser(role)
+
+
 @pytest.mark.parametrize("proof", [None, "", "0" * 64, "of the server before"])
 def test_somebody_elses_server_on_that_port_is_not_listened_to(run, redis_server, proof):
     """It lets everybody in, and says that the run is done."""

@@ -18,16 +18,16 @@ PACKAGE = ROOT / "lib" / "elastic"
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
     "base": 1028,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1391,  # one run on disk: its folder, its records, its samples, its proof
+    "run": 1392,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1727,  # jobs on a cluster: what is there, what should be, one pass
     "train": 1088,  # a process with torch: the task, its ranks, its device, its health
     "saved": 974,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 570,  # local mode: what both sides of the wire speak
+    "local": 572,  # local mode: what both sides of the wire speak
     "local/worker": 1382,  # one slot: hold the lease, train, deliver
     "local/master": 1094,  # one master: Redis, samples, rounds, commits
     "sync": 1026,  # sync mode: one job that resizes
-    "people": 2145,  # what a person asks and sees
-    "lab": 1138,  # trying and proving; nothing imports it
+    "people": 2143,  # what a person asks and sees
+    "lab": 1137,  # trying and proving; nothing imports it
     "commands": 470,  # click: options, checks, exit codes
     ".": 187,  # the public names, and the tasks that come along
 }

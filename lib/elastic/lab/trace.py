@@ -23,8 +23,7 @@ def advise(path: Path, overrides: Sequence[str], trace: Path,
     time of a step is not known."""
     overrides = ("slurm.partition=any", *overrides)  # nothing is submitted
     config = load(path, overrides)
-    per_node = max(config.slurm.gpus_per_worker, config.slurm.gpus_per_node)
-    changes, end = read(trace, per_node)
+    changes, end = read(trace, max(config.slurm.gpus_per_worker, config.slurm.gpus_per_node))
     model, reason = None, "only run.command knows the model"
     if not config.run.command:
         model, reason = submission.described(path, overrides)

@@ -150,7 +150,8 @@ class Store:
         """The run's store on its server at `endpoint`, whoever answers there."""
         own = cls.connect(endpoint, run.password(cls.role, endpoint), run.key, timeout_s)
         own.seal = "" if cls.role == "reader" else run.secret("seal")
-        own.proof = run.password("seal", endpoint)
+        # The master of an older Elastic has no nonce, and so no proof.
+        own.proof = run.password("seal", endpoint) if endpoint.nonce else ""
         return own
 
     @classmethod
@@ -166,8 +167,11 @@ class Store:
         return store
 
     def meet(self) -> None:
-        """Raise TryAgain unless the server answers, and knows the master's proof."""
-        if self._redis.get(self._key("proof")) != self.proof.encode():
+        """Raise TryAgain unless the server answers and, if the master has a proof, knows
+        that."""
+        if not self.proof:
+            self.now()
+        elif self._redis.get(self._key("proof")) != self.proof.encode():
             raise TryAgain(f"Redis at {self.where} does not know this run's master (yet)")
 
     def disown(self) -> None:

@@ -77,8 +77,7 @@ def written_per_s(folder: Path) -> float:
 def choose(config: Config, model: Model, rates: Rates) -> list[Choice]:
     """What to choose for a run that `has_choice`. Pure."""
     step_s, sgd = estimate.step_s(model, config), config.local_sgd
-    steps_open = is_open(config, "local_sgd.inner_steps")
-    most = MOST_STEPS if steps_open else sgd.inner_steps
+    most = MOST_STEPS if is_open(config, "local_sgd.inner_steps") else sgd.inner_steps
     needed = {way: _fewest(config, model, rates, way, step_s) for way in _ways(config)}
     way = next((way for way in needed if needed[way][0] <= most), list(needed)[-1])
     (steps, stall_s), first = needed[way], next(iter(needed.values()))[0]

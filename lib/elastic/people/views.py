@@ -269,8 +269,7 @@ def plan_view(forecast: dict) -> RenderableType:
     """A row per way to train through a trace, and what to do."""
     trace, best = forecast["trace"], forecast["recommended"]
     columns = ("start-up", "waiting", "replay", "lost", "notice")
-    every = ("GPUs", "K", "goodput", "kept", *columns)
-    table = _table("way", *(f">{name}" for name in every))
+    table = _table("way", *(f">{name}" for name in ("GPUs", "K", "goodput", "kept", *columns)))
     for way in forecast["ways"]:
         whole, sizes = way["allocated"] or 1.0, dict.fromkeys(way["gpus"])
         table.add_row(
