@@ -54,8 +54,7 @@ def interfaces() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, request)
-                found[name] = socket.inet_ntoa(answer[20:24])
+                found[name] = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
     return found
 
 

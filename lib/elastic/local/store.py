@@ -307,8 +307,7 @@ class WorkerStore(Store):
         """Ask for samples, or (want 0) say which ones are held. Returns the epoch of the
         master that hears it."""
         key, name = self._key("asks"), f"{ask.slot}:{ask.attempt}"
-        body = self._sealed(key, name, [ask.sequence, ask.want, ask.held])
-        self._redis.hset(key, name, body)
+        self._redis.hset(key, name, self._sealed(key, name, [ask.sequence, ask.want, ask.held]))
         self._redis.publish(self._key("wake"), f"ask {ask.slot}")
         return self.epoch
 

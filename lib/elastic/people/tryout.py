@@ -124,8 +124,7 @@ def lead(folder: Path) -> dict:
     signals.install()  # as the launcher does: a notice does not end this process either
     home, job_id = env("ELASTIC_HOME"), env("SLURM_JOB_ID")
     nodes = sched_slurm.expand_hostlist(env("SLURM_JOB_NODELIST"))
-    prefix = load_written(folder / "run.toml").slurm.rank_prefix
-    rank = [f"{home}/sbatch/rank.sh", *prefix]
+    rank = [f"{home}/sbatch/rank.sh", *load_written(folder / "run.toml").slurm.rank_prefix]
     step = Step(nodes, [*rank, f"{home}/sbatch/probe.sh", str(folder)], folder / "said")
     if (here := step.heard("rank . is here", RANKS, LIMIT_S / 2)[0]) < RANKS:
         sys.exit(f"{here} of {RANKS} ranks started: {last_words(step.said)}")

@@ -143,8 +143,7 @@ class Server:
             return
         for slot, known in self.workers.items():
             lease = slots.get(slot)
-            is_known = lease and lease.attempt == known.attempt
-            has_claimed = is_known and lease.joined > before
+            has_claimed = lease and lease.attempt == known.attempt and lease.joined > before
             if has_claimed or (not lease and not self._has_left(known)):
                 self.has_doubts = True
 

@@ -18,9 +18,8 @@ from elastic.base.errors import ElasticError
 from elastic.local import rounds
 from elastic.local.transport import Transport
 from elastic.local.worker.exchange import Exchange
-from elastic.local.worker.in_hand import Ahead, InHand, WorkerRound
+from elastic.local.worker.in_hand import Ahead, InHand, WorkerRound, joined
 from elastic.local.worker.moments import Moments
-from elastic.run.ledger import Ranges, count
 from elastic.run.records import Fragment, Header
 from elastic.saved.merge import norm
 
@@ -76,13 +75,11 @@ class Delivery:
 
     def _header(self, done: WorkerRound, fragments: list) -> Header:
         """What the master is told. Only that of rank 0 is sent, which knows all of it."""
-        place, exchange, samples = self._line.place, self.exchange, Ranges(done.samples)
-        if len(samples) != count(done.samples):
-            raise ElasticError("a sample was trained twice in one round", "please report this")
+        place, exchange = self._line.place, self.exchange
         return Header(
             run=place.run.key, slot=place.slot, attempt=place.attempt, job_id=place.job_id,
             base=done.base, layout=exchange.replica.layout.hash, codec=exchange.codec.name,
-            steps=done.steps, tokens=done.tokens, samples=tuple(samples),
+            steps=done.steps, tokens=done.tokens, samples=tuple(joined(done.samples)),
             loss=done.mean_loss, first_loss=done.first_loss, fragments=tuple(fragments),
             inner=self._moments.origin, seconds=round(time.monotonic() - done.started, 3),
             stall_s=round(done.stall_s, 4), lr_sum=done.lr_sum,

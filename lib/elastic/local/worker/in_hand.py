@@ -206,3 +206,14 @@ class InHand:
             if told_epoch is not None:
                 self._told_epoch = told_epoch
                 self.line.commit(self.round.base)
+
+
+def joined(ranges: list[Range]) -> list[Range]:
+    """The same positions in the same order, which a replay needs; neighbours joined."""
+    result: list[Range] = []
+    for epoch, start, stop in ranges:
+        if result and result[-1][0] == epoch and result[-1][2] == start:
+            result[-1] = (epoch, result[-1][1], stop)
+        else:
+            result.append((epoch, start, stop))
+    return result
