@@ -44,7 +44,7 @@ torchs = partial(torch.optim.Muon, weight_decay=0.1)
 
 
 def ours(weights: list[torch.nn.Parameter], lr: float) -> Muon:
-    return Muon({weight: len(weight) for weight in weights}, lr, weight_decay=0.1)
+    return Muon({weight: [len(weight)] for weight in weights}, lr, weight_decay=0.1)
 
 
 def matrix(width: int) -> torch.nn.Parameter:

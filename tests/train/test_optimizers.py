@@ -194,7 +194,7 @@ def test_each_matrix_that_a_layer_stacks_moves_for_itself(rows):
     stacked[0].matrix_rows = rows
     apart = [nn.Parameter(part.detach().clone()) for part in stacked[0].weight.split(rows)]
     given = torch.randn(3, 6)
-    alone = Muon({part: len(part) for part in apart}, TRAIN.learning_rate, TRAIN.weight_decay)
+    alone = Muon({part: [len(part)] for part in apart}, TRAIN.learning_rate, TRAIN.weight_decay)
     optimizer = default_optimizer(stacked, TRAIN)
     for _ in range(3):
         stacked(given).square().sum().backward()

@@ -125,7 +125,7 @@ class RunDir:
         if there == here:
             return
         if _run_at(link):
-            hint = "give this folder another one: the other run may have jobs, which go by theirs"
+            hint = "rename this folder: jobs go by the name, and the other run may have some"
             raise UsageError(f"run name taken: {self.name!r} is {there}", hint)
         if not NAME.holds(self.name):
             what = f"no name for a run: {self.name!r}"
