@@ -22,7 +22,7 @@ import torch
 
 from elastic.base import durable
 from elastic.base.durable import read_json
-from elastic.base.errors import ElasticError, Fenced, TryAgain
+from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.signals import Notice
 from elastic.jobs import cadence
 from elastic.run.rundir import RunDir
@@ -541,6 +541,25 @@ def test_a_validation_that_a_notice_ends_leaves_no_other_parameters(tmp_path, un
     assert (saved.step, held.count_nonzero()) == (7, len(held)), "those of the task are all 0"
     samples = {line["step"]: line["samples"] for line in lines}
     assert samples == {line["step"]: line["samples"] for line in undisturbed}
+
+
+def test_a_step_that_a_notice_ends_leaves_nothing_in_the_statistics(run, make_config):
+    """What had begun of it comes again; its traces were in the checkpoint."""
+    config = make_config("run.mode=sync", "run.task=tiny_task:Normed", "task.pace=''",
+                         "train.batch_size=4", "sync.global_batch_size=8")  # fmt: skip
+    notice = Notice()
+    trainer = Trainer(Rank(run, config, Group(), 1, "7"), notice)
+    before = {name: buffer.clone() for name, buffer in trainer.learner.model.named_buffers()}
+
+    def passes(batch):
+        for each in batch.passes:
+            yield each
+            notice.arrived(signal.SIGTERM)
+
+    real = trainer.batches.next
+    trainer.batches.next = lambda: replace(batch := real(), passes=passes(batch))
+    assert (trainer.main(), trainer.state.step) == (Exit.TRY_AGAIN, 0)
+    torch.testing.assert_close(dict(trainer.learner.model.named_buffers()), before)
 
 
 def test_a_data_set_that_is_drawn_is_the_same_in_every_attempt(run, make_config):
