@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import torch
 
 from elastic.local import rounds
-from elastic.local.rounds import Moved, Running
-from elastic.run.records import Header
+from elastic.local.rounds import Running
+from elastic.run.records import Delta
 from elastic.saved import merge
 from elastic.saved.layout import Layout
 from elastic.train.schedule import share_of_peak
@@ -131,12 +131,12 @@ class Run:
         delta, loss = worker.train(self.outer.params[0], rates)
         if is_faulty:
             delta = self.world.fault(delta)
-        moved = Moved(merge.norm(delta), steps, sum(rates))
-        if not math.isfinite(moved.norm):
+        norm = merge.norm(delta)
+        if not math.isfinite(norm):
             self.told.refused += 1
             worker.forget()
             return None
-        return worker, delta, moved, loss + self.odd(steps), is_faulty
+        return worker, delta, (norm, steps, sum(rates)), loss + self.odd(steps), is_faulty
 
     def odd(self, steps: int) -> float:
         """What odd documents add to a mean loss."""
@@ -144,7 +144,6 @@ class Run:
         return ODD_LOSS * count / (steps * BATCH)
 
     def merge(self, sent: list, steps: int) -> None:
-        moves = [each[2] for each in sent]
         headers = [self.header(each) for each in sent]
         loss = rounds.round_loss(headers, self.version)
         self.samples += sum(header.tokens for header in headers)
@@ -155,12 +154,12 @@ class Run:
             self.running = replace(self.running, loss=0.0)
             self.before = None
         else:
-            self.step(sent, moves, headers, steps)
+            self.step(sent, headers, steps)
             self.told.losses.append(sum(h.loss for h in headers) / len(headers))
         self.version, self.present = self.version + 1, len(sent)
 
-    def step(self, sent: list, moves: list[Moved], headers: list[Header], steps: int) -> None:
-        shares = rounds.weights_and_clips(headers, moves, self.version, 2.0, self.running.reach)
+    def step(self, sent: list, headers: list[Delta], steps: int) -> None:
+        shares = rounds.weights_and_clips(headers, self.version, 2.0, self.running.reach)
         total = sum(weight for weight, _ in shares)
         parts = [(weight / total, clip) for weight, clip in shares]
         self.told.clips.append(sum(part * clip for part, clip in parts))
@@ -173,13 +172,10 @@ class Run:
         lr = rounds.outer_lr(self.outer.mu, total, self.running, self.settings)
         self.outer.step(0, mean, lr)
         loss = rounds.round_loss(headers, self.version)
-        self.running = self.running.after(moves, total, loss)
+        self.running = self.running.after(headers, total, loss)
 
-    def header(self, each) -> Header:
-        worker, _, moved, loss, _ = each
-        slot, tokens = self.workers.index(worker), moved.steps * BATCH
-        return Header(
-            run="r", slot=slot, attempt=1, job_id="1", base=self.version, layout="l", codec="none",
-            steps=moved.steps, tokens=tokens, samples=((0, 0, tokens),), loss=loss,
-            first_loss=loss, fragments=(), lr_sum=moved.lr_sum,
-        )  # fmt: skip
+    def header(self, each) -> Delta:
+        worker, _, (norm, steps, lr_sum), loss, _ = each
+        slot, tokens = self.workers.index(worker), steps * BATCH
+        return Delta(slot=slot, attempt=1, base=self.version, steps=steps, tokens=tokens, loss=loss,
+                     samples=((0, 0, tokens),), norm=norm, lr_sum=lr_sum)  # fmt: skip

@@ -6,12 +6,13 @@ held to what is known exactly, and a commit to what it must survive.
 
 import itertools
 import os
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.data import default_collate
 
-from elastic.run.shuffle import Shuffle
+from elastic.run.shuffle import index
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.saved.versions import remove_drafts
@@ -90,7 +91,7 @@ def ends_alike(one: Simulator, other: Simulator, atol: float = 0.0) -> bool:
 def test_one_worker_in_one_round_is_plain_training(make_config):
     config = make_config(*SETTINGS, *rig.PLAIN, "local_sgd.inner_steps=40")
     simulated = spend(tiny(config), rig.steady(1, 40), 40)
-    model, order = seeded_model(Noisy(TASK), config), Shuffle(SAMPLES, config.run.seed, 0)
+    model, order = seeded_model(Noisy(TASK), config), partial(index, SAMPLES, config.run.seed, 0)
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(param.bfloat16())
@@ -99,7 +100,7 @@ def test_one_worker_in_one_round_is_plain_training(make_config):
         for group in optimizer.param_groups:
             share = share_of_peak(4 * step / SAMPLES, config.train)
             group["lr"] = config.train.learning_rate * share
-        batch = default_collate([dataset[order[i]] for i in range(4 * step, 4 * step + 4)])
+        batch = default_collate([dataset[order(i)] for i in range(4 * step, 4 * step + 4)])
         Noisy(TASK).loss(model, batch).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip)
         optimizer.step()

@@ -9,17 +9,13 @@ import pytest
 import torch
 
 from elastic.local import rounds
-from elastic.local.rounds import Moved, Reach, Running
+from elastic.local.rounds import Reach, Running
 from guarded import Run, Told, World
 from helpers import commit_of
 from running import running
-from test_rounds import header
+from test_rounds import header, moved
 
 LR = 1e-3
-
-
-def moved(norm: float, steps: int = 20, lr: float = LR) -> Moved:
-    return Moved(norm, steps, steps * lr)
 
 
 # ---- how long a delta may be --------------------------------------------------------------------
@@ -217,7 +213,7 @@ def test_a_run_with_nothing_but_defaults_refuses_none_of_its_deltas(tmp_path):
 
 def test_learning_rates_that_nobody_else_has_loosen_no_clip():
     """A delta a thousand times as long as the others', that claims to have had the rates for it."""
-    liar = Moved(1000.0, 20, 1000 * moved(1.0).lr_sum)
+    liar = moved(1000.0, 20, 1000 * LR)
     honest = [moved(1.0)] * 3
     reach = Reach().after(honest)
     assert rounds.clips([*honest, liar], 2.0, reach) == [1.0] * 3 + [pytest.approx(0.008)]
@@ -225,6 +221,6 @@ def test_learning_rates_that_nobody_else_has_loosen_no_clip():
 
 
 def test_who_has_ten_times_the_rate_of_those_that_join_with_a_ramp_is_not_clipped():
-    old, new = Moved(10.0, 10, 10.0), Moved(1.0, 10, 1.0)
+    old, new = moved(10.0, 10, 1.0), moved(1.0, 10, 0.1)
     reach = Reach().after([old] * 3)
     assert rounds.clips([old, new, new, new], 2.0, reach) == [1.0] * 4

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from elastic.local import rounds
-from elastic.local.rounds import Moved, Reach
+from elastic.local.rounds import Reach
 from elastic.saved import merge
 from elastic.saved.layout import Layout
 from merging import Outer
-from test_rounds import header
+from test_rounds import moved
 
 SIZE = 4
 LAYOUT = Layout.of([("x", (SIZE,))], 1 << 20)
@@ -54,9 +54,8 @@ def train(problem, versions, start=None, deltas=Problem.deltas, tokens=None, for
         base = max(0, version - problem.late)
         sent = deltas(problem, history[base])
         counts = tokens or problem.tokens
-        headers = [header(slot, base=base, tokens=n) for slot, n in enumerate(counts)]
-        moves = [Moved(merge.norm(delta), 20, 1.0) for delta in sent]
-        shares = rounds.weights_and_clips(headers, moves, version, 0.0, Reach())
+        told = [moved(1.0, tokens=tokens, base=base) for tokens in counts]
+        shares = rounds.weights_and_clips(told, version, 0.0, Reach())
         total = sum(weight for weight, _ in shares)
         anchor = history[base] if base < version else None
         terms = [

@@ -20,7 +20,6 @@ from elastic.local.rounds import (
     Facts,
     Judgement,
     Move,
-    Moved,
     Rule,
     Running,
     Verdict,
@@ -28,7 +27,7 @@ from elastic.local.rounds import (
 )  # fmt: skip
 from elastic.run import membership
 from elastic.run.ledger import Ledger
-from elastic.run.records import Fragment, Header
+from elastic.run.records import Delta, Fragment, Header
 from helpers import commit_of, delta_of
 
 HEADER = Header(
@@ -520,13 +519,15 @@ def test_a_round_that_is_due_too_early_or_too_late_does_not_stay_so(
 NEVER = Running()
 
 
-def moved(norm: float, steps: int = 20, lr: float = 1e-3) -> Moved:
-    return Moved(norm, steps, steps * lr)
+def moved(norm: float, steps: int = 20, lr: float = 1e-3, tokens=0, base=7) -> Delta:
+    return Delta(slot=0, attempt=1, base=base, steps=steps, tokens=tokens, samples=(), norm=norm,
+                 lr_sum=steps * lr)  # fmt: skip
 
 
 def shares(headers, norms, clip=2.0, running=NEVER):
-    moves = [moved(norm, each.steps) for norm, each in zip(norms, headers, strict=True)]
-    return rounds.weights_and_clips(headers, moves, 7, clip, running.reach)
+    deltas = [moved(norm, each.steps, tokens=each.tokens, base=each.base)
+              for norm, each in zip(norms, headers, strict=True)]  # fmt: skip
+    return rounds.weights_and_clips(deltas, 7, clip, running.reach)
 
 
 def test_weights_are_tokens_and_a_late_delta_weighs_less():

@@ -26,7 +26,7 @@ from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.signals import Notice
 from elastic.jobs import cadence
 from elastic.run.rundir import RunDir
-from elastic.run.shuffle import Shuffle
+from elastic.run.shuffle import index
 from elastic.run.sound import SCORES
 from elastic.saved.checkpoint import Checkpoints, find_newest, read_params, reader_of
 from elastic.saved.layout import Layout
@@ -237,7 +237,7 @@ BAD_STEP = 13  # trains the sample that is not a number
 
 @pytest.mark.parametrize("action", ["skip", "rollback", "stop", "warn"])
 def test_a_batch_that_is_not_finite_is_dealt_with_as_the_run_says(tmp_path, action):
-    bad = Shuffle(300, 0, 0)[BAD_STEP * BATCH + 3]
+    bad = index(300, 0, 0, BAD_STEP * BATCH + 3)
     settings = {"health.nan_action": action, "elastic.max_failures": 1, "sync.crash_retries": 0,
                 "checkpoint.interval": "5 steps", "train.validate_every": 20}
     # A part of one sample has no statistics; two ranks have such a part.

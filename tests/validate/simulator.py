@@ -26,12 +26,12 @@ from torch.utils.data import default_collate
 
 from elastic.base.config import Config
 from elastic.local import rounds
-from elastic.local.rounds import Moved, Running
+from elastic.local.rounds import Running
 from elastic.local.worker.worker import train
+from elastic.run import shuffle
 from elastic.run.ledger import Range
 from elastic.run.records import Commit, Delta as Merged
 from elastic.run.rundir import RunDir
-from elastic.run.shuffle import Shuffle
 from elastic.saved import merge
 from elastic.saved.codec import CODECS, codec_of
 from elastic.saved.layout import Layout
@@ -173,7 +173,6 @@ class Simulator:
         self.version, self.clipped = 0, 0
         self.versions = {0: self._publish(start.tokens, start.workers)}
         self._codec = CODECS[config.local_sgd.compression]
-        self._shuffles: dict[int, Shuffle] = {}
         self._inner: dict[Key, Inner] = {}  # after a delta
         self._trained: dict[Key, Delta] = {}  # and not merged yet
         self._untrained: dict[Key, Merged] = {}
@@ -328,9 +327,8 @@ class Simulator:
         return [indices[at : at + size] for at in range(0, len(indices), size)]
 
     def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
-        if epoch not in self._shuffles:
-            self._shuffles[epoch] = Shuffle(self.samples, self.config.run.seed, epoch)
-        return [self._shuffles[epoch][position] for position in range(start, stop)]
+        seed = self.config.run.seed
+        return [shuffle.index(self.samples, seed, epoch, at) for at in range(start, stop)]
 
     # ---- inner state
 
@@ -378,15 +376,14 @@ class Simulator:
     def _merge(self, deltas: list[Delta]) -> None:
         settings = self.config.local_sgd
         deltas = sorted((d for d in deltas if not self.refuse(d)), key=lambda delta: delta.key)
-        moves = [Moved(delta.norm, delta.steps, delta.lr_sum) for delta in deltas]
         reach, most = self.running.reach, settings.clip_norm
-        shares = rounds.weights_and_clips(deltas, moves, self.version, most, reach)
+        shares = rounds.weights_and_clips(deltas, self.version, most, reach)
         total = sum(weight for weight, _ in shares)
         means = [self._mean(index, deltas, shares) for index in range(len(self.outer.params))]
         parts = [weight / total for weight, _ in shares]
         self.outer.mu = rounds.momentum(self.versions[self.version].steps, parts, settings)
         self.step(means, rounds.outer_lr(self.outer.mu, total, self.running, settings))
-        self.running = self.running.after(moves, total, 0.0)
+        self.running = self.running.after(deltas, total, 0.0)
         self.clipped += sum(clip < 1 for _, clip in shares)
         tokens = self.versions[self.version].tokens + sum(delta.tokens for delta in deltas)
         self.version += 1

@@ -210,7 +210,7 @@ def test_who_goes_on_after_it_had_nothing_to_give_has_not_answered(master, held,
     )
     master.server.attempts = {2: 1}
     master.samples.ledger.hold((9, 1), [(0, 0, 100 - free)])
-    round_.judged.add((1, 1, 5))
+    round_.ledger.offer((1, 1, 5), ())
     round_.answered.add((2, 1, 5))
     ask = Ask(slot=2, attempt=1, sequence=1, want=4, held=held)
     master.answer([ask], {2: SimpleNamespace(attempt=1)}, 1.0)

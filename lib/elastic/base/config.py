@@ -109,7 +109,8 @@ def load_written(path: Path, overrides: Sequence[str] = ()) -> Config:
             tables[section] = BEFORE.get(section, {}) | known
     # A run that exists goes on, whatever was asked of the numbers that it was submitted with.
     left_open = frozenset() if overrides else {"slurm.gpus_per_node"}
-    return _resolve([layer._replace(tables=tables), _override_layer(overrides)], path, left_open)
+    layers = [layer._replace(tables=tables), _override_layer(overrides)]
+    return _resolve(layers, path, left_open)
 
 
 def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config:

@@ -339,7 +339,8 @@ def name_of(exit_code: int) -> str:
 
 def end_of_run(closing: str) -> End:
     """The end of a job whose run does not go on; `closing`: why, as RunDir says."""
-    return End(Outcome.DONE if closing == "done" else Outcome.STOPPED, f"the run is {closing}")
+    outcome = Outcome.DONE if closing == "done" else Outcome.STOPPED
+    return End(outcome, f"the run is {closing}")
 
 
 def end_of_error(error: Exception, role: str, has_notice: bool) -> End:
@@ -380,7 +381,8 @@ def judge(
     if code != Exit.OK and fenced_by:  # whatever the ranks died of
         return End(Outcome.FENCED, f"attempt {fenced_by} has the run now")
     if code == Exit.TRY_AGAIN:
-        return End(Outcome.YIELDED, f"notice: {notice}" if notice else "the ranks left on a notice")
+        why = f"notice: {notice}" if notice else "the ranks left on a notice"
+        return End(Outcome.YIELDED, why)
     if not closing and code == Exit.DO_NOT_RESTART and not is_own:
         closing = "going on in sync mode again"
     if closing:

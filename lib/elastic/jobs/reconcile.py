@@ -200,7 +200,6 @@ class _Pass:
         self.config, self.environment = run.config(), run.environment()
         self.report = RunReport(run.name)
         self.memory = remembered(run, now)
-        self.scheduler = None
 
     def _growth(self) -> int:
         """The GPUs for which the trainer is to be started anew; 0: there are none, or it is

@@ -116,11 +116,9 @@ def by_kind(faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work],
             end: float) -> Iterator[dict]:  # fmt: skip
     """A row per kind: how often, median and worst of what it cost, and the rate of
     training from each to the next fault."""
-    times = [fault.time for fault, _ in faults]
-    windows = dict(zip(times, [*times, end][1:], strict=True))
-    kinds = defaultdict(list)
-    for fault, cost in faults:
-        kinds[fault.kind].append((cost, tokens_per_s(work, fault.time, windows[fault.time])))
+    kinds, ends = defaultdict(list), [*(fault.time for fault, _ in faults[1:]), end]
+    for (fault, cost), until in zip(faults, ends, strict=False):
+        kinds[fault.kind].append((cost, tokens_per_s(work, fault.time, until)))
     for kind, outcomes in sorted(kinds.items()):
         costs = [cost for cost, _ in outcomes]
         yield {

@@ -238,7 +238,6 @@ class Local:
     def __init__(self, nodes: Nodes, config, costs: Costs):
         self.config, self.costs, self.nodes = config, costs, nodes
         self.gpus = config.slurm.gpus_per_worker
-        self.jobs: list[Allocation] = []
         self.work: list[Work] = []
 
     def play(self, until: float) -> dict[str, float]:

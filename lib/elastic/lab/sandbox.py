@@ -216,12 +216,9 @@ class Sandbox:
             raise
 
     def down(self) -> None:
-        """Kill all its processes, jobs included, and remove its files."""
+        """Kill all its processes, jobs included, and remove its folder if it is there, the mark
+        last. UsageError if the folder has none."""
         proc.kill_all(self.daemons.members)
-        self._remove()
-
-    def _remove(self) -> None:
-        """Remove the folder if it is there, its mark last. UsageError if it has none."""
         if not self._exists():
             return
         if self.path.is_symlink() or not self._mark.exists():
@@ -261,7 +258,7 @@ class Sandbox:
             hint = f"letters, digits and ./_+- only, {_PATH_BYTES} at most; see --dir"
             raise UsageError(f"unfit folder for a sandbox: {path!r}", hint)
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._remove()  # a sandbox that a reboot ended
+        self.down()  # a sandbox that a reboot ended
         self.path.mkdir(0o700)
         self._mark.touch()
         for part in ["log", "state", "spool", "tmp", *(f"spool/{node}" for node in shape.names)]:

@@ -86,17 +86,16 @@ def train(every: Iterable[Trial], root: Path) -> list[tuple[str, int, RunDir]]:
 def _begin(config: Config, root: Path) -> RunDir:
     """Begin the run of a trial, or go on with it."""
     run = RunDir(root / config.run.name)
-    is_new = not run.path.exists()
-    if is_new:
+    if not run.path.exists():
         submission.check(config, root)
-        submission.start(config, root)
+        return submission.start(config, root)
     mine = run.config().slurm  # with its share of a node
     same = replace(config.slurm, cpus_per_gpu=mine.cpus_per_gpu, mem_per_gpu=mine.mem_per_gpu,
                    master_mem=mine.master_mem)  # fmt: skip
     if run.config() != replace(config, slurm=same):
         raise UsageError(f"{run.path} was trained with another configuration",
                          "remove that folder, or give --set run.name=NAME")  # fmt: skip
-    if not (is_new or run.done()):  # it goes on, also if it was stopped or has failed
+    if not run.done():  # it goes on, also if it was stopped or has failed
         steering.scale(run, None, None, None)
     return run
 

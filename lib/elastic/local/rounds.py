@@ -29,7 +29,7 @@ from enum import Enum, StrEnum
 from statistics import median
 
 from elastic.run.ledger import Key, count
-from elastic.run.records import Commit, Header, Measured, restored
+from elastic.run.records import Commit, Delta, Header, Measured, restored
 
 # The most tokens believed of one sample: MORE_TOKENS times the run's mean, or MOST_TOKENS
 # while that is not known.
@@ -51,15 +51,6 @@ KNOWN_ROUNDS = 10  # of which that change has to be known
 
 
 @dataclass(frozen=True)
-class Moved:
-    """How far a delta goes: its norm, its steps, and the sum of their learning rates."""
-
-    norm: float
-    steps: int
-    lr_sum: float
-
-
-@dataclass(frozen=True)
 class Reach:
     """How far steps usually go: norm / S and norm sqrt(k) / S, as geometric means over
     rounds."""
@@ -69,12 +60,12 @@ class Reach:
     rounds: int = 0
     rate: Measured = 0.0  # learning rate of a step, in the last round
 
-    def length(self, moved: Moved) -> float:
+    def length(self, moved: Delta) -> float:
         """The norm that is expected of such steps; 0: unknown."""
         wandering = self.wandering / math.sqrt(max(1, moved.steps))
         return moved.lr_sum * max(self.straight, wandering)
 
-    def after(self, moves: Sequence[Moved]) -> "Reach":
+    def after(self, moves: Sequence[Delta]) -> "Reach":
         """One round later. Only whole deltas count: a few steps say little of what all of
         a round's steps do."""
         if not (known := whole(moves)):
@@ -88,7 +79,7 @@ class Reach:
         )
 
 
-def _reach(known: Sequence[Moved]) -> Reach:
+def _reach(known: Sequence[Delta]) -> Reach:
     """The reach of one round's deltas: the medians."""
     return Reach(
         median(each.norm / each.lr_sum for each in known),
@@ -97,7 +88,7 @@ def _reach(known: Sequence[Moved]) -> Reach:
     )
 
 
-def whole(moves: Sequence[Moved]) -> list[Moved]:
+def whole(moves: Sequence[Delta]) -> list[Delta]:
     """Those that have moved, with at least half as many steps as the longest."""
     most = max((each.steps for each in moves), default=0)
     moved = [each for each in moves if min(each.norm, each.steps, each.lr_sum) > 0]
@@ -120,7 +111,7 @@ class Running:
         """As a commit has them; what an older commit does not have begins anew."""
         return restored(cls, commit.running or {})
 
-    def after(self, moves: Sequence[Moved], weight: float, loss: float) -> "Running":
+    def after(self, moves: Sequence[Delta], weight: float, loss: float) -> "Running":
         """One round later; `loss`: `round_loss`."""
         told, change = bool(self.loss and loss), loss - self.loss
         return Running(
@@ -134,7 +125,7 @@ def blend(mean: float, value: float) -> float:
     return value if mean == 0.0 else mean + (value - mean) / MEMORY_ROUNDS
 
 
-def clips(moves: Sequence[Moved], clip_norm: float, reach: Reach) -> list[float]:
+def clips(moves: Sequence[Delta], clip_norm: float, reach: Reach) -> list[float]:
     """The factor that shortens each delta to `clip_norm` times the norm that is expected
     of its steps; 1 if it is not longer. What is expected is known from three or more whole
     deltas of this round, else from three or more rounds before it. If three agree, a
@@ -411,13 +402,13 @@ def _some(slots: list[int]) -> str:
 
 
 def weights_and_clips(
-    headers: list[Header], moves: list[Moved], version: int, clip_norm: float, reach: Reach
+    deltas: Sequence[Delta], version: int, clip_norm: float, reach: Reach
 ) -> list[tuple[float, float]]:
     """(weight, clip) of each delta: it contributes weight * clip * delta / total weight.
     The weight is its tokens, discounted by staleness; the clip shortens what is too long
     for its steps."""
-    weights = [h.tokens / (1 + STALE_DISCOUNT * (version - h.base)) for h in headers]
-    return list(zip(weights, clips(moves, clip_norm, reach), strict=True))
+    weights = [d.tokens / (1 + STALE_DISCOUNT * (version - d.base)) for d in deltas]
+    return list(zip(weights, clips(deltas, clip_norm, reach), strict=True))
 
 
 def outer_lr(momentum: float, weight: float, running: Running, settings) -> float:

@@ -54,12 +54,9 @@ class Ranges:
         for epoch, start, stop in ranges:
             spans = self._epochs.get(epoch, [])
             first, last = self._touching(spans, start, stop)
-            if first >= last or start >= stop:
-                continue
-            rest = [(spans[first][0], start), (stop, spans[last - 1][1])]
-            spans[first:last] = [span for span in rest if span[0] < span[1]]
-            if not spans:
-                del self._epochs[epoch]
+            if first < last and start < stop:
+                rest = [(spans[first][0], start), (stop, spans[last - 1][1])]
+                spans[first:last] = [span for span in rest if span[0] < span[1]]
 
     def common(self, ranges: Iterable[Range]) -> list[Range]:
         """The positions of `ranges` that are here, as ranges."""

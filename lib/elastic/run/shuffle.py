@@ -15,6 +15,7 @@ the rest is integer arithmetic. It shuffles well; it is not meant to keep secret
 
 import functools
 import math
+import struct
 from hashlib import blake2b
 
 from elastic.base.errors import ElasticError
@@ -24,44 +25,30 @@ MASK = (1 << 64) - 1
 MULTIPLIER = 0xBF58476D1CE4E5B9  # odd and well mixed: the first constant of SplitMix64
 
 
-class Shuffle:
-    """The order of one epoch: `shuffle[position]` is a sample index, a bijection on
-    range(size)."""
+@functools.cache
+def _network(size: int, seed: int, epoch: int) -> tuple[int, int, list[tuple[int, int]]]:
+    """Rows and columns of an epoch's grid, and the two keys of each pass."""
+    rows = math.isqrt(size - 1) + 1  # the square root, rounded up
+    digest = blake2b(f"{seed}/{epoch}/{size}".encode(), digest_size=16 * PASSES).digest()
+    return rows, -(-size // rows), list(struct.iter_unpack("<QQ", digest))
 
-    def __init__(self, size: int, seed: int, epoch: int):
-        self.size = size
-        self._rows = math.isqrt(max(size, 1) - 1) + 1  # the square root, rounded up
-        self._columns = -(-max(size, 1) // self._rows)
-        digest = blake2b(f"{seed}/{epoch}/{size}".encode(), digest_size=16 * PASSES).digest()
-        words = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8)]
-        self._keys = tuple(zip(words[::2], words[1::2], strict=True))
 
-    def __getitem__(self, position: int) -> int:
-        if not 0 <= position < self.size:
-            raise IndexError(f"position {position} of {self.size} samples")
-        index = self._permute(position)
-        while index >= self.size:
-            index = self._permute(index)
-        return index
-
-    def _permute(self, cell: int) -> int:
-        """One trip through the network: a bijection on range(rows * columns)."""
-        rows, columns = self._rows, self._columns
-        left, right = divmod(cell, columns)
-        for left_key, right_key in self._keys:
+def index(size: int, seed: int, epoch: int, position: int) -> int:
+    """The sample at a position in the order of an epoch, a bijection on range(size): the
+    same in both modes."""
+    if not 0 <= position < size:
+        raise IndexError(f"position {position} of {size} samples")
+    rows, columns, keys = _network(size, seed, epoch)
+    while True:  # a trip through the network is a bijection on range(rows * columns)
+        left, right = divmod(position, columns)
+        for left_key, right_key in keys:
             mixed = (right + left_key) * MULTIPLIER & MASK
             left = (left + ((mixed ^ mixed >> 32) * MULTIPLIER >> 24 & MASK)) % rows
             mixed = (left + right_key) * MULTIPLIER & MASK
             right = (right + ((mixed ^ mixed >> 32) * MULTIPLIER >> 24 & MASK)) % columns
-        return left * columns + right
-
-
-_shuffle = functools.cache(Shuffle)
-
-
-def index(size: int, seed: int, epoch: int, position: int) -> int:
-    """The sample at a position in the order of an epoch: the same in both modes."""
-    return _shuffle(size, seed, epoch)[position]
+        position = left * columns + right
+        if position < size:
+            return position
 
 
 def check_size(size: int, of_run: int | None) -> None:

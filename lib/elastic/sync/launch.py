@@ -94,14 +94,17 @@ class Launcher:
         if closing := self.program.closing("sync", self.notice):
             return self.end(end_of_run(closing))
         self._release_nodes()
-        # From now on, also without cron, a successor waits in the queue soon, and starts however
-        # this job ends.
-        self._passes = Passes(self.run, PASSES_S, SUCCESSOR_S)
-        if self.config.run.scheduler == "local":
-            self._follower = sched_local.pass_after_me(self.run.path)
+        self._have_successors()
         while not (end := self._attempt()):
             pass
         return self.end(end)
+
+    def _have_successors(self) -> None:
+        """Make passes from now on, also without cron: so a successor waits in the queue soon,
+        and starts however this job ends."""
+        self._passes = Passes(self.run, PASSES_S, SUCCESSOR_S)
+        if self.config.run.scheduler == "local":
+            self._follower = sched_local.pass_after_me(self.run.path)
 
     def _attempt(self) -> End | None:
         """Start the ranks, and wait for their end. None: they crashed, and are worth

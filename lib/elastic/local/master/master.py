@@ -346,7 +346,7 @@ class Master:
             )  # fmt: skip
             for base, names in before.seen.items():
                 self.server.store.drop_offers(base, names)
-        self.averager.clean_up_later(commit.version, list(before.judged))
+        self.averager.clean_up_later(commit.version, list(before.accepted))
 
     def stay(self) -> None:
         """What the master still does while a full disk keeps it waiting."""

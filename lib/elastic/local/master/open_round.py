@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf
 
 from elastic.local import rounds
-from elastic.local.rounds import Facts, Judgement, Move, Moved, Rule, Running, Verdict
+from elastic.local.rounds import Facts, Judgement, Move, Rule, Running, Verdict
 from elastic.run.ledger import Key, Ledger, Owner, count
 from elastic.run.membership import Slot
 from elastic.run.records import Commit, Delta, Header
@@ -37,10 +37,6 @@ class Checked:
     arrived: float = 0.0  # Redis TIME
 
     @property
-    def moved(self) -> Moved:
-        return Moved(self.norm, self.header.steps, self.header.lr_sum)
-
-    @property
     def delta(self) -> Delta:
         """What the commit says of it."""
         told = {name: it for name, it in vars(self.header).items() if name not in UNTOLD}
@@ -54,19 +50,18 @@ def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[list[Pa
     """How deltas become the version after `commit`, and what its commit says of that; in which
     order they came does not matter."""
     deltas = sorted(deltas, key=lambda checked: checked.header.key)
-    headers, moves = [each.header for each in deltas], [each.moved for each in deltas]
-    base, running = commit.version, Running.of(commit)
-    shares = rounds.weights_and_clips(headers, moves, base, settings.clip_norm, running.reach)
+    told, base, running = [each.delta for each in deltas], commit.version, Running.of(commit)
+    shares = rounds.weights_and_clips(told, base, settings.clip_norm, running.reach)
     total = sum(weight for weight, _ in shares)
     factors = [weight * clip / total for weight, clip in shares]
     steps = rounds.inner_steps(commit, settings)
     momentum = rounds.momentum(steps, [weight / total for weight, _ in shares], settings)
-    return list(zip(headers, factors, strict=True)), {
+    return [(each.header, factor) for each, factor in zip(deltas, factors, strict=True)], {
         "outer_lr": rounds.outer_lr(momentum, total, running, settings),
         "outer_momentum": momentum, "inner_steps": steps,
         "clipped": sum(clip < 1 for _, clip in shares),
-        "running": asdict(running.after(moves, total, rounds.round_loss(headers, base))),
-        "bytes": sum(part.bytes for header in headers for part in header.fragments),
+        "running": asdict(running.after(told, total, rounds.round_loss(told, base))),
+        "bytes": sum(part.bytes for each in deltas for part in each.header.fragments),
     }  # fmt: skip
 
 
@@ -85,7 +80,6 @@ class OpenRound:
     due_s: float = inf  # how long after its opening it is due
     # Base -> "slot:attempt" -> header, as it came.
     seen: dict[int, dict[str, bytes]] = field(default_factory=dict)
-    judged: set[Key] = field(default_factory=set)  # and found good
     accepted: dict[Key, Checked] = field(default_factory=dict)
     answered: set[Key] = field(default_factory=set)
     rejected: dict[Rule, int] = field(default_factory=dict)
@@ -124,11 +118,10 @@ class OpenRound:
         tokens, samples = self.commit.tokens, len(self.ledger.committed)
         header = rounds.credited(header, tokens / max(1, samples))
         refused = self.ledger.refusal(header.key[:2], header.samples)
-        judged = rounds.judge(header, self.facts, self.judged, refused)
+        judged = rounds.judge(header, self.facts, self.ledger.offered, refused)
         if judged.verdict is Verdict.PASS:
             self.answered.add(header.key)
         elif judged.verdict is Verdict.ACCEPT:
-            self.judged.add(header.key)
             self.ledger.offer(header.key, header.samples)
         return judged, header
 
@@ -147,7 +140,6 @@ class OpenRound:
         """Undo what a delta's header led to."""
         self.ledger.withdraw(key)
         self.accepted.pop(key, None)
-        self.judged.discard(key)
         self._unanswer(key)
         # Workers that were called have stopped: let them train for another delta.
         if not self.accepted:
@@ -156,7 +148,7 @@ class OpenRound:
     def forget_pass(self, owner: Owner) -> bool:
         """Forget that a worker has answered that it has nothing to give. False: it has not."""
         key = (*owner, self.version)
-        if has_passed := key in self.answered and key not in self.judged:
+        if has_passed := key in self.answered and key not in self.ledger.offered:
             self._unanswer(key)
         return has_passed
 
