@@ -77,12 +77,14 @@ class Slow(torch.utils.data.Dataset):
         return os.getpid()
 
 
-def shield() -> None:
-    """A loader whose worker gets every notice, and that ends with the loader still alive."""
+def shield(method: str, then: str = "end") -> None:
+    """A loader whose worker gets every notice, and that ends with the loader still alive.
+    `method`: how the worker is started."""
     global loader  # alive at exit, when multiprocessing ends its children
     handler = ShutdownHandler()
     loader = iter(torch.utils.data.DataLoader(
-        Slow(), num_workers=1, prefetch_factor=1, worker_init_fn=shield_workers
+        Slow(), num_workers=1, prefetch_factor=1, worker_init_fn=shield_workers,
+        multiprocessing_context=method,
     ))  # fmt: skip
     worker = int(next(loader))
     say(worker)
@@ -90,9 +92,9 @@ def shield() -> None:
     say([int(next(loader)) == worker, bool(handler), handler.deadline_s(time.time()) > 1e9])
     os.kill(os.getpid(), signal.SIGTERM)
     say([bool(handler), handler.deadline_s(time.time())])
-    if sys.argv[2:] == ["stay"]:
+    if then == "stay":
         wait()
 
 
 if __name__ == "__main__":
-    {"ranks": ranks, "hang": hang, "shield": shield}[sys.argv[1]]()
+    {"ranks": ranks, "hang": hang, "shield": shield}[sys.argv[1]](*sys.argv[2:])

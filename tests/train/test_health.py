@@ -118,8 +118,9 @@ def test_a_hang_shows_all_stacks_and_ends_the_process_and_a_suspension_does_not(
         assert "the_step_that_hangs" in said
 
 
-def test_loader_workers_outlive_a_notice_and_go_with_their_parent_however_it_ends():
-    stories = Story("shield"), Story("shield", "stay")
+@pytest.mark.parametrize("method", ["fork", "forkserver"])  # Python's choice, until and from 3.14
+def test_loader_workers_outlive_a_notice_and_go_with_their_parent_however_it_ends(method: str):
+    stories = Story("shield", method), Story("shield", method, "stay")
     with told(*stories):
         workers = [story.hear() for story in stories]
         for story, worker in zip(stories, workers, strict=True):

@@ -129,22 +129,24 @@ def _spare_children() -> None:
 
 
 def ignore_notices() -> None:
-    """In a child whose parent gets the notice, too: the child ignores notices, but its
-    parent's TERM still ends it. The signals stay blocked in programs that the child
-    executes: only KILL ends those.
+    """In a process of multiprocessing, whose parent gets the notice, too: it ignores
+    notices, but its parent's TERM still ends it. The signals stay blocked in programs that
+    it executes: only KILL ends those.
 
     SIG_IGN would not do: at exit multiprocessing sends TERM to its children, and waits
     for them.
     """
+    from multiprocessing import parent_process  # not the server that may have forked this
+
     signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
     inherited = {number: signal.getsignal(number) for number in NOTICES}
-    threading.Thread(target=_obey, args=(os.getppid(), inherited), daemon=True).start()
+    threading.Thread(target=_obey, args=(parent_process(), inherited), daemon=True).start()
 
 
-def _obey(parent: int, inherited: dict) -> None:
+def _obey(parent, inherited: dict) -> None:
     while True:
         told = signal.sigwaitinfo(NOTICES)
-        if told.si_pid != parent == os.getppid():
+        if told.si_pid != parent.pid and parent.is_alive():
             continue  # a notice
         handler = signal.getsignal(told.si_signo)
         if handler is not signal.SIG_DFL and handler == inherited[told.si_signo]:

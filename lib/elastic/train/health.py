@@ -12,10 +12,12 @@ import contextlib
 import faulthandler
 import importlib
 import math
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import parent_process
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from elastic.base.durable import in_background
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError, UnfitNode
-from elastic.base.signals import Notice, die_with_parent, ignore_notices, install
+from elastic.base.signals import Notice, ignore_notices, install
 from elastic.train.group import Group, is_sharded
 
 ACTIONS = ("warn", "skip", "rollback", "stop")
@@ -221,6 +223,12 @@ class ShutdownHandler:
 
 def shield_workers(worker_id: int = 0) -> None:
     """A DataLoader's `worker_init_fn`. The worker ignores notices, which are for its parent,
-    and is killed when the parent dies."""
+    and ends when the parent dies."""
     ignore_notices()
-    die_with_parent()
+    threading.Thread(target=_end_with, args=[parent_process()], daemon=True).start()
+
+
+def _end_with(parent) -> None:
+    """The kernel would see to it, but of a fork server, which outlives those it serves."""
+    parent.join()
+    os._exit(0)
