@@ -63,7 +63,10 @@ def epochs(run: Running) -> list[tuple[int, int]]:
     ("command", "ranks_per_node", "sizes"), [(PLAIN, 0, (1, 2)), (TORCHRUN, 1, (1,))],
     ids=["plain, twice", "torchrun, once"],
 )  # fmt: skip
-def test_an_ordinary_ddp_script_is_preempted_and_finishes(tmp_path, command, ranks_per_node, sizes):
+def test_an_ordinary_ddp_script_is_preempted_and_finishes(
+    tmp_path, monkeypatch, command, ranks_per_node, sizes
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a folder there
     hurry = tmp_path / "hurry"
     command = [*command, "--hurry", str(hurry)]
     settings = {"run.mode": "sync", "run.command": command, "elastic.max": 2,

@@ -261,7 +261,8 @@ exec {scancel} "$@"
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_one_node_trains_under_srun_and_under_torchrun(folder, launcher):
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    job = folder.submit("single-node", "--gres=gpu:2", LAUNCHER=launcher, TORCHRUN=torchrun)
+    ours = {"LAUNCHER": launcher, "TORCHRUN": torchrun, "TMPDIR": str(folder.path)}
+    job = folder.submit("single-node", "--gres=gpu:2", **ours)
     assert folder.until_ended(job) == "COMPLETED", folder.log(job)
     logs = "".join(folder.ranks(job))
     assert said(logs, "LOCAL_RANK") == [0, 1]
