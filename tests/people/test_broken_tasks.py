@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic.base.errors import Exit
+from elastic.base.signals import Notice
 from elastic.people import describe
 from helpers import elastic, environment
 
@@ -108,7 +109,7 @@ def tried(path: Path, monkeypatch, capfd, *how: str) -> tuple[int, str]:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["describe", "--try", *how, str(path)])
     monkeypatch.chdir(path.parents[1])  # it goes to the task's folder by itself
-    code = describe.main()
+    code = describe.run(Notice())
     said = capfd.readouterr()
     return code, said.out + said.err
 
@@ -160,3 +161,11 @@ def test_a_dry_run_says_so_and_fails(tmp_path):
     assert (done.returncode, "would start run noisy" in done.stdout) == (0, True), done
     assert "warning: no space on the filesystem of" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_first_step_does_not_wait_for_a_core_of_others_on_a_busy_machine(tmp_path):
+    """Threads that waited for each other, at work, took five seconds in place of one."""
+    top = "import os, torch\nassert os.environ['OMP_WAIT_POLICY'] == 'passive'"
+    done = elastic("submit", write(tmp_path, "busy", top=top), "--dry-run",
+                   env=environment(tmp_path))  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,5 +1,5 @@
 """What a run's model is, as JSON:
-`python -m elastic.people.describe [--try [--here]] CONFIG KEY=VALUE...`.
+`python -m elastic.train.start describe [--try [--here]] CONFIG KEY=VALUE...`.
 
 A process of its own, because it needs torch and the user's code, and `elastic-submit
 --dry-run` is to say what it can without either. Nothing is allocated: the model is made
@@ -23,6 +23,7 @@ from torch.utils.data import default_collate
 
 from elastic.base import config as configuration
 from elastic.base.errors import ElasticError, Exit
+from elastic.base.signals import Notice
 from elastic.run import wording
 from elastic.run.estimate import Model
 from elastic.saved.codec import CODECS
@@ -97,7 +98,7 @@ def _is_lacking(error: BaseException, is_here: bool) -> bool:
     return bool(needs_memory) or (lacks and not is_here)
 
 
-def main() -> int:
+def run(_notice: Notice) -> int:
     path, *settings = (argument for argument in sys.argv[1:] if argument[:2] != "--")
     config = configuration.load(Path(path), settings)
     tries, is_here = "--try" in sys.argv, "--here" in sys.argv
@@ -120,7 +121,3 @@ def main() -> int:
     print()  # what the task has printed may have no end of line
     print(json.dumps({"model": asdict(model), "untried": untried}))
     return Exit.OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())

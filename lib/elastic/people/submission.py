@@ -21,7 +21,7 @@ from pathlib import Path
 
 from elastic.base.config import Config, load_written
 from elastic.base.durable import check_private
-from elastic.base.environment import clean_environment, environment, registry_dir
+from elastic.base.environment import clean_environment, environment, registry_dir, torch_program
 from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.jobs.command import NAMES, expand
 from elastic.jobs.sched import CLUSTER, end_jobs, jobs_of, open_scheduler, scheduler_of
@@ -31,6 +31,8 @@ from elastic.run.rundir import Control, RunDir, place_of
 from elastic.run.wording import EventKind
 
 TRY_S = 60.0  # for a first step of the task
+# Threads that wait for others sleep. On a busy login node a first step took five times as long.
+PATIENTLY = ("env", "OMP_WAIT_POLICY=passive")
 LAST_LINES = 12  # of a traceback, which are shown
 MASTER_GB = 3  # for Python, torch and Redis
 MASTER_MARGIN = 1.25  # times what the master holds
@@ -61,8 +63,8 @@ def described(
     """The run's model, or None; why it cannot be known here, or why a first step was not
     tried. `how`: "--try" that step; "--here": its jobs run here, so what is lacking counts.
     Raises ElasticError with the end of the traceback if the task fails."""
-    command = [sys.executable, "-P", "-m", "elastic.people.describe", *how, str(config),
-               "slurm.partition=any", *settings]  # fmt: skip
+    command = [*PATIENTLY, *torch_program("describe"), *how, str(config), "slurm.partition=any",
+               *settings]  # fmt: skip
     try:
         trial = subprocess.run(command, capture_output=True, text=True, timeout=TRY_S)
     except subprocess.TimeoutExpired:
