@@ -6,6 +6,7 @@ pytest tests/jobs/test_program.py
 import errno
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ import pytest
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice
+from elastic.jobs import program
 from elastic.jobs.history import MASTER, TRAINER, WORKER, end_of_error
 from elastic.local.worker.agent import Agent
 from helpers import PATIENCE, ROOT, environment
-from running import kill_all
+from running import kill_all, running
 
 SILENT = TryAgain("no answer", "wait a bit")
 
@@ -97,3 +99,39 @@ def test_an_agent_outlives_a_moments_silence_of_the_filesystem(run, monkeypatch)
     assert agent.main() == 93
     assert next(tries, None) is None
     assert run.jobs.ending(agent.program.job_id)["outcome"] == "stopped"
+
+
+@pytest.mark.parametrize(("sharers", "environment", "said"), [
+    (1, {}, None),  # all cores are for one: torch knows best
+    (2, {}, "3"),
+    (4, {}, "1"),
+    (9, {}, "1"),
+    (2, {"OMP_NUM_THREADS": "5"}, "5"),  # the user's word
+    (1, {"SLURM_JOB_CPUS_PER_NODE": "8,4(x2),16"}, "4"),  # where a site confines no job
+    (2, {"SLURM_JOB_CPUS_PER_NODE": "8,4(x2),16"}, "2"),
+    (2, {"SLURM_JOB_CPUS_PER_NODE": "64"}, "3"),
+])  # fmt: skip
+def test_processes_that_share_cores_have_equal_parts_of_them(
+    monkeypatch, capfd, sharers: int, environment: dict, said: str | None
+):
+    """Else each has a thread on every core, and most threads wait for others that have none."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(6)})
+    for name in ("OMP_NUM_THREADS", "SLURM_JOB_CPUS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    command = [sys.executable, "-c", "import os; print(os.environ.get('OMP_NUM_THREADS'))"]
+    assert program.start_rank(command, {}, None, sharers).wait(PATIENCE) == 0
+    assert capfd.readouterr().out.split() == [str(said)]
+
+
+@pytest.mark.parametrize("mode", ["local", "sync"])
+def test_all_jobs_of_a_machine_share_its_cores(tmp_path, monkeypatch, mode: str):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (said := tmp_path / "threads").touch()
+    command = ["sh", "-c", f"echo part $OMP_NUM_THREADS >> {said}; exec sleep 60"]
+    settings = {"run.mode": mode, "run.command": command, "elastic.min": 2, "elastic.max": 2}
+    with running(tmp_path, settings) as run:
+        run.until(lambda: said.read_text().count("\n") == 2, 30, "the words of both")
+    cores = len(os.sched_getaffinity(0))
+    assert {*said.read_text().splitlines()} == {f"part {cores // 2}" if cores > 1 else "part"}

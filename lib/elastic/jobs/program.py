@@ -19,6 +19,7 @@ from elastic.base.environment import env, environment
 from elastic.base.errors import Exit
 from elastic.base.network import node_name
 from elastic.base.signals import Notice, die_with_parent
+from elastic.jobs import sched_slurm
 from elastic.jobs.history import EVENTS, EXIT_CODES, End, end_of_error
 from elastic.run.rundir import RunDir
 
@@ -108,11 +109,20 @@ def run_job(make: Callable, run: RunDir, notice: Notice) -> int:
 
 
 def start_rank(
-    command: Sequence[str], extra: Mapping[str, str], folder: str | None, **options
+    command: Sequence[str], extra: Mapping[str, str], folder: str | None, sharers: int, **options
 ) -> subprocess.Popen:
-    """Start a process that is killed when this one dies; its stderr is a pipe. It prints
-    its stacks at a SIGABRT."""
-    given = {"PYTHONFAULTHANDLER": "1", **environment(), **extra}
+    """Start one of the `sharers` processes that share the cores of this machine or job. It
+    is killed when this one dies; its stderr is a pipe. It prints its stacks at a SIGABRT."""
+    given = {"PYTHONFAULTHANDLER": "1", **_threads(sharers), **environment(), **extra}
     files = {"stdin": subprocess.DEVNULL, "stdout": sys.stdout, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env=given, cwd=folder, preexec_fn=die_with_parent,
                             **files, **options)  # fmt: skip
+
+
+def _threads(sharers: int) -> dict[str, str]:
+    """An equal part of the cores. By default each process has a thread on every core, and
+    training took four times as long where two shared two cores: threads wait, at work, for
+    others that have no core."""
+    cores = len(os.sched_getaffinity(0))  # all of the node, where a site confines no job
+    part = max(1, min(cores, sched_slurm.cores_per_node() or cores) // sharers)
+    return {"OMP_NUM_THREADS": str(part)} if part < cores else {}

@@ -209,13 +209,18 @@ def step_argv(
     crashes does not end the others: srun would leave them KillWait, and is deaf meanwhile
     (see `end_steps`). Nor does a task that ends early, where a site has WaitTime.
     """
-    cores = min(map(int, re.findall(r"(?:^|,)(\d+)", env("SLURM_JOB_CPUS_PER_NODE", "1"))))
+    cores = cores_per_node() or 1
     few = ["--overcommit"] if cores < per_node else [f"--cpus-per-task={cores // per_node}"]
     return [
         *_SRUN, f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
         f"--ntasks={len(nodes) * per_node}", f"--ntasks-per-node={per_node}", *few,
         "--cpu-bind=none", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", *options, *command,
     ]  # fmt: skip
+
+
+def cores_per_node() -> int:
+    """Cores that this job has on each of its nodes, at least; 0 outside of a job."""
+    return min(map(int, re.findall(r"(?:^|,)(\d+)", env("SLURM_JOB_CPUS_PER_NODE", "0"))))
 
 
 def answering(nodes: Sequence[str]) -> list[str]:

@@ -254,7 +254,9 @@ class Launcher:
                       for rank in range(per_node)]  # fmt: skip
         folder = config.run.folder if config.run.command else None
         ways = {"text": True, "errors": "replace", "process_group": 0}
-        processes = [start_rank(command, shared | place, folder, **ways) for place in places]
+        sharers = max(per_node, self.gpus // len(self._nodes))  # torchrun's ranks, too
+        processes = [start_rank(command, shared | place, folder, sharers, **ways)
+                     for place in places]  # fmt: skip
         limit_s = config.sync.silent_timeout_s if config.run.command else 0.0
         here = set if is_in_slurm else self.program.family
         return Ranks(processes, self._keepalive, limit_s, self._resume, self._unfit, here)

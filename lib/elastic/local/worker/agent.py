@@ -327,7 +327,9 @@ class Agent:
         folder = self.config.run.folder if self.config.run.command else None
         command = [*self.config.slurm.rank_prefix, *words]
         given = {**shared, **own, **program.mark(str(rank))}
-        return start_rank(command, given, folder, pass_fds=files)
+        has_own_cores = self.config.run.scheduler == "slurm"
+        sharers = self.config.slurm.gpus_per_worker if has_own_cores else program.run.control().max
+        return start_rank(command, given, folder, sharers, pass_fds=files)
 
     def _watch(self, training: Training) -> int:
         """Heartbeat until every rank has ended; returns the exit code."""
