@@ -114,7 +114,7 @@ def test_an_agent_outlives_a_moments_silence_of_the_filesystem(run, monkeypatch)
 def test_processes_that_share_cores_have_equal_parts_of_them(
     monkeypatch, capfd, sharers: int, environment: dict, said: str | None
 ):
-    """Else each has a thread on every core, and most threads wait for others that have none."""
+    """Else each has a thread for every core, and threads that wait keep cores from the others."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(6)})
     for name in ("OMP_NUM_THREADS", "SLURM_JOB_CPUS_PER_NODE"):
         monkeypatch.delenv(name, raising=False)

@@ -164,7 +164,7 @@ def test_a_dry_run_says_so_and_fails(tmp_path):
 
 
 def test_a_first_step_does_not_wait_for_a_core_of_others_on_a_busy_machine(tmp_path):
-    """Threads that waited for each other, at work, took five seconds in place of one."""
+    """A first step took five seconds in place of one: threads that waited did not sleep."""
     top = "import os, torch\nassert os.environ['OMP_WAIT_POLICY'] == 'passive'"
     done = elastic("submit", write(tmp_path, "busy", top=top), "--dry-run",
                    env=environment(tmp_path))  # fmt: skip

@@ -120,9 +120,9 @@ def start_rank(
 
 
 def _threads(sharers: int) -> dict[str, str]:
-    """An equal part of the cores. By default each process has a thread on every core, and
-    training took four times as long where two shared two cores: threads wait, at work, for
-    others that have no core."""
+    """An equal part of the cores. By default each process has a thread for every core, and
+    training took four times as long where two shared two cores: threads that wait do not
+    sleep, so they keep their cores from those that they wait for."""
     cores = len(os.sched_getaffinity(0))  # all of the node, where a site confines no job
     part = max(1, min(cores, sched_slurm.cores_per_node() or cores) // sharers)
     return {"OMP_NUM_THREADS": str(part)} if part < cores else {}

@@ -31,7 +31,7 @@ from elastic.run.rundir import Control, RunDir, place_of
 from elastic.run.wording import EventKind
 
 TRY_S = 60.0  # for a first step of the task
-# Threads that wait for others sleep. On a busy login node a first step took five times as long.
+# Threads that wait for others sleep: else a first step takes five times as long on a busy node.
 PATIENTLY = ("env", "OMP_WAIT_POLICY=passive")
 LAST_LINES = 12  # of a traceback, which are shown
 MASTER_GB = 3  # for Python, torch and Redis
