@@ -123,6 +123,12 @@ def _threads(sharers: int) -> dict[str, str]:
     """An equal part of the cores. By default each process has a thread for every core, and
     training took four times as long where two shared two cores: threads that wait do not
     sleep, so they keep their cores from those that they wait for."""
-    cores = len(os.sched_getaffinity(0))  # all of the node, where a site confines no job
-    part = max(1, min(cores, sched_slurm.cores_per_node() or cores) // sharers)
-    return {"OMP_NUM_THREADS": str(part)} if part < cores else {}
+    part = max(1, cores() // sharers)
+    return {"OMP_NUM_THREADS": str(part)} if part < len(os.sched_getaffinity(0)) else {}
+
+
+def cores() -> int:
+    """Cores that this job has, of those that it may use: all of its node, where a site
+    confines no job."""
+    usable = len(os.sched_getaffinity(0))
+    return min(usable, sched_slurm.cores_per_node() or usable)

@@ -53,6 +53,13 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(open_rounds):
     assert found[0] == found[1] == found[2]
 
 
+def test_a_master_keeps_to_the_cores_of_its_job_where_the_site_does_not_confine_it(
+    open_rounds, monkeypatch
+):
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "3")
+    assert open_rounds(5).averager.threads._max_workers == 3
+
+
 def test_lost_bytes_and_full_disks_leave_the_next_try_the_same_bits(open_rounds):
     rounds, smooth = open_rounds(2), open_rounds(1)
     good, bad = (rounds.deliver(slot, torch.full((SIZE,), slot + 1.0), 10) for slot in range(2))

@@ -16,7 +16,6 @@ the disk, were predicted to save a third; they saved 5 % (a stall of 3.63 s for 
 
 import contextlib
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,6 +24,7 @@ import torch
 
 from elastic.base.config import Config
 from elastic.base.errors import TryAgain
+from elastic.jobs.program import cores
 from elastic.local import rounds
 from elastic.local.master.open_round import Checked, Part
 from elastic.local.rounds import Rule
@@ -53,7 +53,7 @@ class Averager:
         empty = [torch.empty(0)] * len(self.layout.fragments)
         self.params, self.momentum = list(empty), list(empty)  # flat, float32
         self._own = threading.local()
-        threads = min(THREADS, len(os.sched_getaffinity(0)))
+        threads = min(THREADS, cores())
         # One thread of torch's in each: sums have the same bits on every machine.
         self.threads = ThreadPoolExecutor(threads, "sums", torch.set_num_threads, (1,))
         self._pool = ThreadPoolExecutor(threads)  # for work that waits for those threads
