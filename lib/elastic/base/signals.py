@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from elastic.base.proc import Process
 from elastic.base.units import NOTICE_MARGIN_S
 
 KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL
@@ -140,13 +141,14 @@ def ignore_notices() -> None:
 
     signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
     inherited = {number: signal.getsignal(number) for number in NOTICES}
-    threading.Thread(target=_obey, args=(parent_process(), inherited), daemon=True).start()
+    parent = getattr(parent_process(), "pid", os.getppid())
+    threading.Thread(target=_obey, args=(parent, inherited), daemon=True).start()
 
 
-def _obey(parent, inherited: dict) -> None:
+def _obey(parent: int, inherited: dict) -> None:
     while True:
         told = signal.sigwaitinfo(NOTICES)
-        if told.si_pid != parent.pid and parent.is_alive():
+        if told.si_pid != parent and Process.of(parent):
             continue  # a notice
         handler = signal.getsignal(told.si_signo)
         if handler is not signal.SIG_DFL and handler == inherited[told.si_signo]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from elastic.base.durable import in_background
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError, UnfitNode
-from elastic.base.signals import Notice, ignore_notices, install
+from elastic.base.signals import Notice, die_with_parent, ignore_notices, install
 from elastic.train.group import Group, is_sharded
 
 ACTIONS = ("warn", "skip", "rollback", "stop")
@@ -225,10 +225,13 @@ def shield_workers(worker_id: int = 0) -> None:
     """A DataLoader's `worker_init_fn`. The worker ignores notices, which are for its parent,
     and ends when the parent dies."""
     ignore_notices()
-    threading.Thread(target=_end_with, args=[parent_process()], daemon=True).start()
+    parent = parent_process()
+    if parent is None or parent.pid == os.getppid():
+        die_with_parent()
+    else:  # a fork server has started it, of whose end the kernel would tell
+        threading.Thread(target=_end_with, args=[parent], daemon=True).start()
 
 
 def _end_with(parent) -> None:
-    """The kernel would see to it, but of a fork server, which outlives those it serves."""
     parent.join()
     os._exit(0)
