@@ -163,6 +163,28 @@ def test_a_dry_run_says_so_and_fails(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+TEE = """
+import sys, torch
+class Tee:
+    def write(self, text): sys.__stdout__.write(text)
+    def flush(self): pass
+sys.stdout = Tee()
+"""
+
+
+def test_a_task_that_prints_in_its_own_way_is_described(tmp_path):
+    env = environment(tmp_path, PYTHONUNBUFFERED="")
+    done = elastic("submit", write(tmp_path, "tee", top=TEE), "--dry-run", env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_first_step_that_dies_in_c_is_told_by_its_signal(tmp_path):
+    path = write(tmp_path, "aborts", loss="import os; os.abort()")
+    done = elastic("submit", path, "--dry-run", env=environment(tmp_path))
+    assert (done.returncode, "exit -6" in done.stderr) == (0, True), done.stderr
+    assert "Extension modules" not in done.stderr
+
+
 def test_a_first_step_does_not_wait_for_a_core_of_others_on_a_busy_machine(tmp_path):
     """A first step took five seconds in place of one: threads that waited did not sleep."""
     top = "import os, torch\nassert os.environ['OMP_WAIT_POLICY'] == 'passive'"

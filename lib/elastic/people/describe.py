@@ -12,6 +12,7 @@ machine (a file, a module, a GPU) says nothing of the task, unless its jobs are 
 """
 
 import json
+import os
 import re
 import sys
 import traceback
@@ -118,6 +119,6 @@ def run(_notice: Notice) -> int:
         is_own = config.run.task.startswith(getattr(error.__cause__, "name", None) or ":")
         is_own = is_own or not _is_lacking(error, is_here)
         return Exit.USAGE if tries and is_own else Exit.ERROR
-    print()  # what the task has printed may have no end of line
-    print(json.dumps({"model": asdict(model), "untried": untried}))
+    answer = json.dumps({"model": asdict(model), "untried": untried})
+    os.write(1, f"\n{answer}\n".encode())  # whatever the task has made of sys.stdout
     return Exit.OK

@@ -76,7 +76,8 @@ def described(
     answers = re.findall(r'(?m)^{"model": .*', trial.stdout)
     if trial.returncode or not answers:  # its task may print, and end the process, too
         errors = [line for line in lines if not line.startswith("  hint: ")]
-        return None, errors[-1] if errors else f"exit {trial.returncode}"
+        is_told = errors and trial.returncode >= 0  # a signal leaves stacks, in many lines
+        return None, errors[-1] if is_told else f"exit {trial.returncode}"
     answer = json.loads(answers[-1])
     return estimate.Model(**answer["model"]), answer["untried"]
 
