@@ -387,8 +387,8 @@ def test_the_environment_of_a_job_is_free_of_an_outer_job_and_of_the_session(mon
     assert clean["SLURM_CONF"] == os.devnull
     assert not {"PWD", "OLDPWD", "SHLVL", "_"} & clean.keys()
     assert clean["PATH"] == os.environ["PATH"]
-    monkeypatch.setenv("RANK", "0")  # in a rank's shell the network is what its node has
-    assert "NCCL_DEBUG" not in environment.clean_environment()
+    monkeypatch.setenv("RANK", "0")  # in a rank's shell the network and cores are its node's
+    assert not {"NCCL_DEBUG", "OMP_NUM_THREADS"} & environment.clean_environment().keys()
 
 
 def test_environment_is_a_copy(monkeypatch):

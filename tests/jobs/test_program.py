@@ -107,6 +107,7 @@ def test_an_agent_outlives_a_moments_silence_of_the_filesystem(run, monkeypatch)
     (4, {}, "1"),
     (9, {}, "1"),
     (2, {"OMP_NUM_THREADS": "5"}, "5"),  # the user's word
+    (2, {"OMP_NUM_THREADS": ""}, "3"),
     (1, {"SLURM_JOB_CPUS_PER_NODE": "8,4(x2),16"}, "4"),  # where a site confines no job
     (2, {"SLURM_JOB_CPUS_PER_NODE": "8,4(x2),16"}, "2"),
     (2, {"SLURM_JOB_CPUS_PER_NODE": "64"}, "3"),

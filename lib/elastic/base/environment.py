@@ -27,7 +27,7 @@ _OF_A_SESSION = ("SSH_", "XDG_RUNTIME_DIR", "XDG_SESSION_", "XDG_SEAT", "XDG_VTN
 # with the job.
 _OF_ITS_STEP = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE",
                 "MASTER_ADDR", "MASTER_PORT", "TMPDIR")  # fmt: skip
-_OF_A_RANK = ("NCCL_", "GLOO_")  # in a rank's shell: sbatch/network.sh chose them for its node
+_OF_A_RANK = ("NCCL_", "GLOO_", "OMP_NUM_THREADS")  # in a rank's shell: chosen for its node
 _OF_A_SHELL = ("STY", "WINDOW", "WINDOWID", "PWD", "OLDPWD", "SHLVL", "_")
 
 

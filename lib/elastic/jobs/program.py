@@ -111,9 +111,10 @@ def run_job(make: Callable, run: RunDir, notice: Notice) -> int:
 def start_rank(
     command: Sequence[str], extra: Mapping[str, str], folder: str | None, sharers: int, **options
 ) -> subprocess.Popen:
-    """Start one of the `sharers` processes that share the cores of this machine or job. It
-    is killed when this one dies; its stderr is a pipe. It prints its stacks at a SIGABRT."""
-    given = {"PYTHONFAULTHANDLER": "1", **_threads(sharers), **environment(), **extra}
+    """Start one of the `sharers` processes that share the cores of this job (without Slurm:
+    of this machine). It is killed when this one dies; its stderr is a pipe. It prints its
+    stacks at a SIGABRT."""
+    given = {"PYTHONFAULTHANDLER": "1", **environment(), **_threads(sharers), **extra}
     files = {"stdin": subprocess.DEVNULL, "stdout": sys.stdout, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env=given, cwd=folder, preexec_fn=die_with_parent,
                             **files, **options)  # fmt: skip
@@ -124,11 +125,12 @@ def _threads(sharers: int) -> dict[str, str]:
     training took four times as long where two shared two cores: threads that wait do not
     sleep, so they keep their cores from those that they wait for."""
     part = max(1, cores() // sharers)
-    return {"OMP_NUM_THREADS": str(part)} if part < len(os.sched_getaffinity(0)) else {}
+    said = env("OMP_NUM_THREADS", str(part))  # the user knows better
+    return {"OMP_NUM_THREADS": said} if part < len(os.sched_getaffinity(0)) else {}
 
 
 def cores() -> int:
-    """Cores that this job has, of those that it may use: all of its node, where a site
-    confines no job."""
+    """CPUs, as Slurm counts them, that this job has, of those that it may use: all of its
+    node, where a site confines no job."""
     usable = len(os.sched_getaffinity(0))
     return min(usable, sched_slurm.cores_per_node() or usable)

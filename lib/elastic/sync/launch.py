@@ -253,10 +253,9 @@ class Launcher:
             places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(per_node)}
                       for rank in range(per_node)]  # fmt: skip
         folder = config.run.folder if config.run.command else None
-        ways = {"text": True, "errors": "replace", "process_group": 0}
         sharers = max(per_node, self.gpus // len(self._nodes))  # torchrun's ranks, too
-        processes = [start_rank(command, shared | place, folder, sharers, **ways)
-                     for place in places]  # fmt: skip
+        ways = {"sharers": sharers, "text": True, "errors": "replace", "process_group": 0}
+        processes = [start_rank(command, shared | place, folder, **ways) for place in places]
         limit_s = config.sync.silent_timeout_s if config.run.command else 0.0
         here = set if is_in_slurm else self.program.family
         return Ranks(processes, self._keepalive, limit_s, self._resume, self._unfit, here)

@@ -25,7 +25,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -54,19 +54,6 @@ from elastic.train.task import Interrupted, count_tokens, go_to, load_task, scor
 
 PROGRESS_S = 1.0
 AGREE_S = 0.2  # of passes between two agreements: each waits for the GPUs
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """What all ranks know of a step once its passes are over: the batch's mean loss and
-    tokens, what the ranks want, and whether rank 0 finds it time for a checkpoint, or for
-    a look at everybody's health."""
-
-    loss: float
-    tokens: float
-    wish: Wish
-    save: bool
-    check: bool
 
 
 class Trainer:
@@ -204,23 +191,23 @@ class Trainer:
         except Interrupted as interruption:  # what has begun of the batch comes again
             learner.drop_batch()
             return interruption.wish
-        agreed = self._agree(losses, tokens)
+        loss, tokens, wish, save, check = self._agree(losses, tokens)
         self._pass_s = (time.monotonic() - began) / self._passes  # the GPUs are done with them
-        if agreed.wish == Wish.FENCED:
-            return agreed.wish
-        rescale_gradients(learner.model, expected / max(agreed.tokens, 1))
+        if wish == Wish.FENCED:
+            return wish
+        rescale_gradients(learner.model, expected / max(tokens, 1))
         norm = clip_gradients(learner.model, self.train.grad_clip)
-        if self._may_step(batch, agreed.loss, norm):
+        if self._may_step(batch, loss, norm):
             learner.optimizer.step()
             self.probe.check([learner.optimizer])
-            self._count(batch, agreed)
+            self._count(batch, loss, tokens)
             self._tell(batch, norm, time.monotonic() - began)
         learner.optimizer.zero_grad(set_to_none=True)
-        if agreed.wish == Wish.GO_ON:
-            self.saving.begin(self.state, agreed.save)
-        if agreed.check:
+        if wish == Wish.GO_ON:
+            self.saving.begin(self.state, save)
+        if check:
             self._check_health()
-        return agreed.wish
+        return wish
 
     def _unless_told(self, passes: Iterable) -> Iterator:
         """The passes of a step. Between them, too, the ranks agree on whether to stop: a long
@@ -245,8 +232,10 @@ class Trainer:
         most = self.rank.config.local_sgd.join_ramp
         return (done + 1) / most if self.state.base_version and done < most else 1.0
 
-    def _agree(self, losses: torch.Tensor, tokens: int) -> Agreed:
-        """Learn from all ranks how the step went, and what they want: in one sum."""
+    def _agree(self, losses: torch.Tensor, tokens: int) -> tuple[float, float, Wish, bool, bool]:
+        """Learn from all ranks, in one sum, the batch's mean loss and tokens, what they want,
+        and whether rank 0 finds it time for a checkpoint, or for a look at everybody's
+        health."""
         group = self.rank.group
         silent_s = time.monotonic() - self._checked_at
         check = group.leads and silent_s > self.rank.config.health.liveness_interval_s
@@ -255,7 +244,7 @@ class Trainer:
         wish, (loss, told, tokens, pass_s, save, check) = self.wishes.of_all(*mine)
         self._agree_every = math.ceil(AGREE_S / max(pass_s, 1e-3))
         loss = loss / told if told else math.nan
-        return Agreed(loss, tokens, wish, save > 0, check > 0)
+        return loss, tokens, wish, save > 0, check > 0
 
     def _may_step(self, batch: Batch, loss: float, norm: float) -> bool:
         """May the optimizer step? If not, the batch is skipped, or steps are rolled back.
@@ -286,10 +275,10 @@ class Trainer:
         else:  # the bad step was not taken: to leave its batch out is as good
             self.rank.say("no checkpoint to roll back to yet: the batch is left out")
 
-    def _count(self, batch: Batch, agreed: Agreed) -> None:
+    def _count(self, batch: Batch, loss: float, tokens: float) -> None:
         self.state.step += 1
-        self.state.tokens += int(agreed.tokens)
-        self.state.loss = agreed.loss if math.isfinite(agreed.loss) else self.state.loss
+        self.state.tokens += int(tokens)
+        self.state.loss = loss if math.isfinite(loss) else self.state.loss
         self.batches.trained.add(batch.samples)
 
     def _tell(self, batch: Batch, norm: float, seconds: float) -> None:

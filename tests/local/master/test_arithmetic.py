@@ -18,12 +18,13 @@ EXACT = ("local_sgd.compression=none", "local_sgd.cold_start=0")
 
 @pytest.fixture
 def open_rounds(make_run, monkeypatch):
-    """open_rounds(cores) -> Rounds of a new run."""
+    """open_rounds(cores, those of its job) -> Rounds of a new run."""
     opened, names = [], (f"run-{number}" for number in itertools.count())
 
-    def open_(cores: int) -> Rounds:
+    def open_(cores: int, given: str = "") -> Rounds:
         torch.manual_seed(3)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+        monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", given)
         opened.append(Rounds(make_run(*EXACT, name=next(names)), torch.randn(SIZE)))
         return opened[-1]
 
@@ -53,11 +54,8 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(open_rounds):
     assert found[0] == found[1] == found[2]
 
 
-def test_a_master_keeps_to_the_cores_of_its_job_where_the_site_does_not_confine_it(
-    open_rounds, monkeypatch
-):
-    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "3")
-    assert open_rounds(5).averager.threads._max_workers == 3
+def test_a_master_keeps_to_the_cores_of_its_job_where_the_site_does_not_confine_it(open_rounds):
+    assert open_rounds(5, "3").averager.threads._max_workers == 3
 
 
 def test_lost_bytes_and_full_disks_leave_the_next_try_the_same_bits(open_rounds):

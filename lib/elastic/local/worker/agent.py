@@ -327,9 +327,14 @@ class Agent:
         folder = self.config.run.folder if self.config.run.command else None
         command = [*self.config.slurm.rank_prefix, *words]
         given = {**shared, **own, **program.mark(str(rank))}
-        has_own_cores = self.config.run.scheduler == "slurm"
-        sharers = self.config.slurm.gpus_per_worker if has_own_cores else program.run.control().max
-        return start_rank(command, given, folder, sharers, pass_fds=files)
+        return start_rank(command, given, folder, self._sharers(), pass_fds=files)
+
+    def _sharers(self) -> int:
+        """The ranks that share the cores of this job, or of this machine."""
+        if self.config.run.scheduler == "slurm":
+            return self.config.slurm.gpus_per_worker
+        most = self.program.run.control().max
+        return min(most, self.config.local_scheduler.gpus or most)
 
     def _watch(self, training: Training) -> int:
         """Heartbeat until every rank has ended; returns the exit code."""
