@@ -144,9 +144,9 @@ class Run:
         return ODD_LOSS * count / (steps * BATCH)
 
     def merge(self, sent: list, steps: int) -> None:
-        headers = [self.header(each) for each in sent]
-        loss = rounds.round_loss(headers, self.version)
-        self.samples += sum(header.tokens for header in headers)
+        deltas = [self.recorded(each) for each in sent]
+        loss = rounds.round_loss(deltas, self.version)
+        self.samples += sum(delta.tokens for delta in deltas)
         if self.before is not None and (why := rounds.canary(loss, self.running, 0.3)):
             self.told.taken_back.append(why)
             self.outer.params[0].copy_(self.before)
@@ -154,12 +154,12 @@ class Run:
             self.running = replace(self.running, loss=0.0)
             self.before = None
         else:
-            self.step(sent, headers, steps)
-            self.told.losses.append(sum(h.loss for h in headers) / len(headers))
+            self.step(sent, deltas, steps)
+            self.told.losses.append(sum(delta.loss for delta in deltas) / len(deltas))
         self.version, self.present = self.version + 1, len(sent)
 
-    def step(self, sent: list, headers: list[Delta], steps: int) -> None:
-        shares = rounds.weights_and_clips(headers, self.version, 2.0, self.running.reach)
+    def step(self, sent: list, deltas: list[Delta], steps: int) -> None:
+        shares = rounds.weights_and_clips(deltas, self.version, 2.0, self.running.reach)
         total = sum(weight for weight, _ in shares)
         parts = [(weight / total, clip) for weight, clip in shares]
         self.told.clips.append(sum(part * clip for part, clip in parts))
@@ -171,10 +171,10 @@ class Run:
         self.outer.mu = rounds.momentum(steps, [part for part, _ in parts], self.settings)
         lr = rounds.outer_lr(self.outer.mu, total, self.running, self.settings)
         self.outer.step(0, mean, lr)
-        loss = rounds.round_loss(headers, self.version)
-        self.running = self.running.after(headers, total, loss)
+        loss = rounds.round_loss(deltas, self.version)
+        self.running = self.running.after(deltas, total, loss)
 
-    def header(self, each) -> Delta:
+    def recorded(self, each) -> Delta:
         worker, _, (norm, steps, lr_sum), loss, _ = each
         slot, tokens = self.workers.index(worker), steps * BATCH
         return Delta(slot=slot, attempt=1, base=self.version, steps=steps, tokens=tokens, loss=loss,

@@ -100,6 +100,8 @@ def _is_lacking(error: BaseException, is_here: bool) -> bool:
 
 
 def run(_notice: Notice) -> int:
+    """Say what the model is, and why a first step was left out; the exit status. What is
+    wrong with the task is on stderr."""
     path, *settings = (argument for argument in sys.argv[1:] if argument[:2] != "--")
     config = configuration.load(Path(path), settings)
     tries, is_here = "--try" in sys.argv, "--here" in sys.argv

@@ -228,7 +228,7 @@ def shield_workers(worker_id: int = 0) -> None:
     parent = parent_process()
     if parent is None or parent.pid == os.getppid():
         die_with_parent()
-    else:  # a fork server has started it, of whose end the kernel would tell
+    else:  # the kernel would tell of the end of the fork server, which has started this process
         threading.Thread(target=_end_with, args=[parent], daemon=True).start()
 
 
