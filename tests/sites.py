@@ -90,15 +90,20 @@ def cluster(new_sandbox, tmp_path) -> Cluster:
     return Cluster(box, tmp_path, unlocked)
 
 
+def taken(cluster: Cluster) -> tuple[str, str]:
+    """A job of a higher QOS takes a node: the job, and the node."""
+    where = ("--partition=high", "--qos=high", "--nodes=1", "--exclusive")
+    job = cluster.box.run("sbatch", "--parsable", "--output=/dev/null", "--chdir=/", *where,
+                          "--wrap=exec sleep 3600").strip()  # fmt: skip
+    asked = ("squeue", "--noheader", "--jobs", job, "--states=RUNNING", "--format=%N")
+    return job, cluster.until(lambda: cluster.box.run(*asked).strip(), "a preemption")
+
+
 def taken_reserved_and_drained(cluster: Cluster, meanwhile: Callable[[], None]) -> None:
     """A job of a higher QOS takes a node; when it leaves, the node is somebody else's for a while,
     and is repaired then. `meanwhile` is called in each state."""
     box = cluster.box
-    where = ("--partition=high", "--qos=high", "--nodes=1", "--exclusive")
-    taker = box.run("sbatch", "--parsable", "--output=/dev/null", "--chdir=/", *where,
-                    "--wrap=exec sleep 3600").strip()  # fmt: skip
-    node = cluster.until(lambda: box.run("squeue", "--noheader", "--jobs", taker,
-                                         "--states=RUNNING", "--format=%N").strip(), "a preemption")
+    taker, node = taken(cluster)
     meanwhile()
     box.run("scontrol", "create", "reservation", "ReservationName=repair", f"Nodes={node}",
             "StartTime=now", "Duration=60", "Users=games", "Flags=IGNORE_JOBS")  # fmt: skip

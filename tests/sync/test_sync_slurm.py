@@ -122,8 +122,8 @@ class Cluster:
         return "\n".join([*events, *logs, nodes_and_jobs(self.box)])
 
     def set_time_limit(self, job: Job) -> None:
-        """Let the job have three to four minutes more; its warning may come a minute early."""
-        minutes = int((time.time() - job.started_at) // 60) + 4
+        """Let the job have one to two minutes more; its warning may come a minute early."""
+        minutes = int((time.time() - job.started_at) // 60) + 2
         self.box.run("scontrol", "update", f"JobId={job.job_id}", f"TimeLimit={minutes}")
 
     def ended_jobs(self) -> dict[str, str]:
@@ -137,7 +137,12 @@ def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbo
     cluster = Cluster(new_sandbox(nodes=4, gpus=1, grace_s=20, settings=calm), tmp_path)
     cluster.submit(1, 4)
     cluster.trains_on(4)
-    cluster.pace.write_text("1")  # the steps are to last until all has happened
+    cluster.pace.write_text("2")  # the steps are to last until all has happened
+    first = cluster.running()
+    cluster.set_time_limit(first)
+    cluster.until(lambda: first.job_id in cluster.ended_jobs(), "the end of its time")
+    cluster.pace.write_text("1")
+    cluster.trains_on(4)
     others = [cluster.box.preempt(1, 3600) for _ in range(2)]  # the whole job goes, with notice
     cluster.trains_on(2)
     cluster.box.run("scancel", others[0])
@@ -146,8 +151,6 @@ def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbo
     assert "it has 2 GPUs, and 3 are to be had" in grown
 
     job, nodes = cluster.running(), expand_hostlist(cluster.running().node)
-    cluster.pace.write_text("2")
-    cluster.set_time_limit(job)  # Slurm sets none of a job that has lost nodes
     for node in nodes[1:]:
         cluster.box.kill_node(node)  # without notice
     cluster.trains_on(1)
@@ -155,8 +158,6 @@ def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbo
     (lost,) = [event for event in cluster.run.events() if event["kind"] == "nodes-lost"]
     assert lost["nodes"] == nodes[1:]
 
-    cluster.until(lambda: job.job_id in cluster.ended_jobs(), "the end of its time")
-    cluster.trains_on(1)
     cluster.box.run("scancel", "--partition=high")
     for node in nodes[1:]:
         cluster.box.revive_node(node)
@@ -178,15 +179,6 @@ def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbo
     report = elastic("audit", cluster.run.path, "--json", env={**os.environ})
     assert json.loads(report.stdout)["problems"] == []
     losses_like_undisturbed(last, tmp_path)
-
-
-def test_ranks_share_the_cores_of_nodes_with_several_gpus(new_sandbox, tmp_path):
-    """Nobody has said how many: it is a GPU's share of its node."""
-    cluster = Cluster(new_sandbox(nodes=1, gpus=4, grace_s=20), tmp_path)
-    cluster.submit(4, 4, **{"slurm.gpus_per_node": 4})
-    cluster.trains_on(4)
-    assert cluster.run.config().slurm.cpus_per_gpu == 8
-    assert "CPUs/Task=32 " in cluster.box.run("scontrol", "show", "job", cluster.running().job_id)
 
 
 @pytest.mark.parametrize("mode", ["sync", "local"])
@@ -282,7 +274,9 @@ def test_a_rank_that_crashes_costs_no_node_however_gpus_are_asked_for(new_sandbo
     assert (len(starts), len(set(starts))) == (2, 1)
     assert not [event for event in cluster.run.events() if event["kind"] == "nodes-lost"]
     assert "2 GPUs here" in (cluster.run.path / "logs/ranks/rank-003.log").read_text()
+    # Nobody has said how many cores: it is a GPU's share of its node.
     assert cluster.run.config().slurm.cpus_per_gpu == 16
+    assert "CPUs/Task=32 " in cluster.box.run("scontrol", "show", "job", starts[0])
 
 
 UNFIT = '[ "$SLURMD_NODENAME" != n2 ] || { echo "error: no GPU" >&2; exit 69; }; exec "$@"'
