@@ -163,7 +163,7 @@ def test_two_at_once_are_apart_and_down_leaves_no_process_and_no_file(new_sandbo
 
 
 def test_a_killed_node_loses_everything_on_it_goes_down_and_comes_back(new_sandbox):
-    box = new_sandbox(nodes=2, settings=("SlurmdTimeout=10",))
+    box = new_sandbox(nodes=2, settings=("SlurmdTimeout=5",))
     lost, kept = run_orphans(box, "n1"), run_orphans(box, "n2")
     box.kill_node("n1")
     assert sleepers(lost) == []
@@ -240,8 +240,7 @@ OTHER_CGROUPS = {
 
 @pytest.mark.root
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount")
-@pytest.mark.parametrize("user", ["root", USER])
-@pytest.mark.parametrize("cgroups", OTHER_CGROUPS)
+@pytest.mark.parametrize(("cgroups", "user"), [("v2", "root"), ("none", USER)])
 def test_it_starts_whatever_cgroups_there_are(cgroups, user):
     folder = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
     shutil.chown(folder, user)
@@ -278,16 +277,6 @@ def test_down_clears_what_a_killed_up_left(tmp_path):
         box.down()
     assert box.daemons.members() == set()
     folder.rmdir()
-
-
-def test_accounting_brings_sacct_and_leaves_the_tables_of_others_alone(new_sandbox):
-    """MariaDB's start removes tables named like this one, also those of a start beside it."""
-    with tempfile.NamedTemporaryFile(prefix="#sql-temptable-", dir="/tmp") as others:
-        box = new_sandbox(nodes=1, accounting=True)
-        assert Path(others.name).exists()
-    box.run("sbatch", "--wait", "--job-name=counted", "--output=/dev/null", "-D/", "--wrap=true")
-    ask = ("sacct", "--allocations", "--noheader", "--parsable2", "--format=JobName,State")
-    wait_until(lambda: box.run(*ask) == "counted|COMPLETED\n", 20, "sacct knows the job")
 
 
 KILLED = """
@@ -403,10 +392,9 @@ def test_root_runs_and_removes_nothing_in_another_users_folder(nobodys):
     """Where Slurm's commands would load the plugins that slurm.conf names."""
     place = ("--dir", nobodys.path.parent, "--name", nobodys.path.name)
     for command in ("env", "preempt", "kill-node n1", "up", "down"):
-        done = subprocess.run([COMMAND, *command.split(), *map(str, place)], env=BARE,
-                              capture_output=True, text=True)  # fmt: skip
-        assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.startswith(f"error: {nobodys.path} is another user's\n")
+        said = CliRunner().invoke(elastic, ["sandbox", *command.split(), *map(str, place)])
+        assert said.exit_code == 1
+        assert said.output.startswith(f"error: {nobodys.path} is another user's\n")
     assert as_user(USER, "squeue", **nobodys.environment()).returncode == 0  # as before
 
 
@@ -454,10 +442,10 @@ def test_what_is_no_sandbox_is_neither_removed_nor_replaced(command, name):
         (folder / "linked" / ".elastic-sandbox").touch()  # by that name it may be up
         (folder / "file").write_text("years")
         before = sorted(folder.rglob("*"))
-        done = subprocess.run([COMMAND, command, "--dir", folder, "--name", name], env=BARE,
-                              capture_output=True, text=True)  # fmt: skip
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == (f"error: not a sandbox: {folder / name}\n"
+        place = ["--dir", str(folder), "--name", name]
+        said = CliRunner().invoke(elastic, ["sandbox", command, *place])
+        assert said.exit_code == 2
+        assert said.output == (f"error: not a sandbox: {folder / name}\n"
             "  hint: choose another --name or --dir, or remove it yourself\n")  # fmt: skip
         assert sorted(folder.rglob("*")) == before
         assert (folder / "thesis" / "chapter1").read_text() == "years"
