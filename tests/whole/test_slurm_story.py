@@ -20,8 +20,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from elastic.base.errors import ElasticError, TryAgain
+from elastic.commands import main
 from elastic.jobs.history import Job, has_ended
 from elastic.jobs.sched import job_name, parse_job_name
 from elastic.jobs.sched_slurm import SlurmScheduler
@@ -50,7 +52,7 @@ ON_SLURM = {
 }
 STORY = {
     **ON_SLURM,
-    "task.samples": 20_000,
+    "task.samples": 10_000,
     "elastic.reconcile_interval": "10s",
     "local_sgd.inner_steps": STEPS,
     "local_sgd.min_deadline": "30s",
@@ -95,6 +97,7 @@ class Story:
         if not (ROOT / ".venv/bin/python").exists():
             self.cron_environment["ELASTIC_PYTHON"] = sys.executable
         self._asks = SlurmScheduler({**os.environ, **box.environment()})
+        self.followed = ""  # a master near its time limit, behind which the next one may wait
         self._pace = home / "pace"
         self._next_pass = 0.0
 
@@ -150,7 +153,7 @@ class Story:
 
     # ---- what happens
 
-    def submit(self, least: int = 2, most: int = 6) -> None:
+    def submit(self, least: int, most: int) -> None:
         self.pace(BRISK)
         shutil.copy(TESTS / "tiny_task.py", self.home)
         settings = {**STORY, "task.pace": str(self._pace)}
@@ -187,7 +190,8 @@ class Story:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             if time.monotonic() >= self._next_pass:
-                self.cron()
+                done = CliRunner().invoke(main.elastic, ["reconcile"])
+                assert done.exit_code in (0, 75), done.output
                 self._next_pass = time.monotonic() + CRON_S
             with contextlib.suppress(TryAgain):  # Slurm may be slow where all else is
                 if value := condition():
@@ -223,17 +227,18 @@ class Story:
         return {place: sorted(lives, key=Life.number) for place, lives in found.items()}
 
     def one_job_at_a_time(self) -> None:
-        """No place has ever had two jobs, running or queued."""
+        """No place has ever had two jobs, running or queued, but for the next master."""
         for place, lives in self.lives().items():
             for before, after in pairwise(lives):
                 assert before.ended is not None, (place, before, after)
-                assert before.ended <= after.submitted, (place, before, after)
+                is_in_time = before.ended <= after.submitted
+                assert is_in_time or before.job_id == self.followed, (place, before, after)
 
     def attempts_are_in_order(self) -> None:
         """One per job that came to start, one after the other, with deltas of its own."""
         lives = {life.job_id: life for each in self.lives().values() for life in each}
         claims = {}
-        for slot in range(6):
+        for slot in range(3):
             paths = sorted((self.run.path / "slots" / f"{slot:04d}").glob("[0-9]*.json"))
             records = [json.loads(path.read_text()) for path in paths]
             assert [record["number"] for record in records] == list(range(1, len(records) + 1))
@@ -250,19 +255,20 @@ class Story:
 
 
 @pytest.fixture
-def story(new_sandbox, tmp_path) -> Story:
-    """Six GPUs on three nodes; Slurm forgets no job."""
+def story(new_sandbox, tmp_path, monkeypatch) -> Story:
+    """Three GPUs on three nodes; Slurm forgets no job."""
+    monkeypatch.setenv("ELASTIC_HOME_DIR", str(tmp_path / ".elastic"))
     calm = ("MessageTimeout=5", "MinJobAge=3600", "SlurmdTimeout=30")  # on a busy machine
-    return Story(new_sandbox(nodes=3, gpus=2, grace_s=20, settings=calm), tmp_path)
+    return Story(new_sandbox(nodes=3, gpus=1, grace_s=20, settings=calm), tmp_path)
 
 
 @pytest.mark.timeout(900)
 def test_a_run_outlives_all_that_happens_on_a_cluster(story):
-    story.submit()
-    story.until(lambda: len(story.slots()) == 6 and story.version >= 1, "six workers train")
+    story.submit(1, 3)
+    story.until(lambda: len(story.slots()) == 3 and story.version >= 1, "three workers train")
     story.pace(SLOW)
     first, node_of = story.processes(), story.node_of()
-    assert Counter(node_of.values()) == {"n1": 2, "n2": 2, "n3": 2}
+    assert set(node_of.values()) == {"n1", "n2", "n3"}
     passes_with_nothing_to_do_are_silent(story)
     a_refused_submission_is_no_crash(story)
 
@@ -271,45 +277,26 @@ def test_a_run_outlives_all_that_happens_on_a_cluster(story):
     assert {s for s in first if first[s].is_alive()} == {s for s in first if node_of[s] != node}
 
     story.box.kill_node(lost_node)
-    other, _ = story.take("--gres=gpu:1", f"--nodelist={last_node}")
     (alone,) = [slot for slot, process in first.items() if process.is_alive()]
     assert node_of[alone] == last_node
     story.until(lambda: story.workers()[-3:] == [{alone}] * 3, "three versions of one worker")
+    story.pace(SLOW)
 
-    epoch = story.run.commits.newest().master_epoch
-    story.box.run("scancel", story.jobs()["master", 0].job_id)
-    story.until(lambda: story.run.commits.newest().master_epoch > epoch, "a new master commits")
+    the_next_master_takes_over_before_the_time_of_the_old_one_is_up(story)
     passes_at_the_same_moment_fill_a_slot_once(story)
     nothing_is_done_while_the_controller_hangs(story)
     assert first[alone].is_alive()
 
     version = story.version
-    story.box.run("scancel", preemptor, other)
+    story.box.run("scancel", preemptor)
     story.box.revive_node(lost_node)
-    story.until(lambda: set(range(6)) in story.workers()[version:], "six workers deliver")
+    story.until(lambda: {0, 1, 2} in story.workers()[version:], "three workers deliver")
     assert first[alone].is_alive()
 
     story.pace(0)
     story.until(lambda: story.run.done() and not story.jobs(), "the run is done, no job is left")
     assert story.run.slots.latest(alone) == first[alone].attempt == 1
     the_books_are_clean(story)
-
-
-@pytest.mark.timeout(400)
-def test_the_next_master_takes_over_before_the_time_of_the_old_one_is_up(story):
-    story.submit(1, 2)
-    story.until(lambda: len(story.slots()) == 2 and story.version >= 1, "two workers train")
-    story.pace(SLOW)
-    old, first = story.jobs()["master", 0].job_id, story.processes()
-    epoch = story.run.commits.newest().master_epoch
-    story.box.run("scontrol", "update", f"JobId={old}", "TimeLimit=2")
-    story.until(lambda: story.outcome(old), "the old master leaves")
-    assert story.outcome(old) == "fenced", story.told()
-    story.until(lambda: story.run.commits.newest().master_epoch > epoch, "a new master commits")
-    story.until(lambda: len(story.slots()) == 2, "two workers train")
-    assert story.processes() == first
-    reasons = [each["reason"] for each in story.actions() if each.get("role") == "master"]
-    assert reasons == ["no job is there", f"to follow job {old} at once"]
 
 
 def passes_with_nothing_to_do_are_silent(story: Story) -> None:
@@ -327,36 +314,47 @@ def a_refused_submission_is_no_crash(story: Story) -> None:
 
 
 def preempt_a_node_in_mid_round(story: Story, first: dict, node_of: dict) -> tuple[str, str]:
-    """Its two workers deliver the steps they have, and leave. Returns preemptor and node."""
-    story.until(lambda: all_in_mid_round(story), "all six are in the middle of a round")
+    """Its worker delivers the steps it has, and leaves. Returns preemptor and node."""
+    story.until(lambda: all_in_mid_round(story), "all three are in the middle of a round")
     story.pace(1)  # and stay there until they are told
     preemptor, node = story.take("--nodes=1", "--exclusive")
     story.pace(BRISK)
-    hit = [first[slot].job_id for slot, where in node_of.items() if where == node]
-    assert [story.outcome(job_id) for job_id in hit] == ["yielded", "yielded"]
-    for job_id in hit:
-        steps = story.run.jobs.ending(job_id)["steps"]
-        story.until(lambda i=job_id, n=steps: sum(story.steps_of(i)) == n > 0, "its steps count")
-        assert 0 < story.steps_of(job_id)[-1] < STEPS
+    (job_id,) = [first[slot].job_id for slot, where in node_of.items() if where == node]
+    assert story.outcome(job_id) == "yielded"
+    steps = story.run.jobs.ending(job_id)["steps"]
+    story.until(lambda: sum(story.steps_of(job_id)) == steps > 0, "its steps count")
+    assert 0 < story.steps_of(job_id)[-1] < STEPS
     return preemptor, node
 
 
 def all_in_mid_round(story: Story) -> bool:
     slots = story.slots().values()
     places = {(slot.state, slot.version, 0 < slot.step < STEPS // 4) for slot in slots}
-    return len(slots) == 6 and places == {("training", story.version, True)}
+    return len(slots) == 3 and places == {("training", story.version, True)}
+
+
+def the_next_master_takes_over_before_the_time_of_the_old_one_is_up(story: Story) -> None:
+    old, epoch = story.jobs()["master", 0], story.run.commits.newest().master_epoch
+    story.followed = old.job_id
+    minutes = max(2, int(time.time() - old.started_at + 30) // 60 + 1)
+    story.box.run("scontrol", "update", f"JobId={old.job_id}", f"TimeLimit={minutes}")
+    story.until(lambda: story.outcome(old.job_id), "the old master leaves")
+    assert story.outcome(old.job_id) == "fenced", story.told()
+    story.until(lambda: story.run.commits.newest().master_epoch > epoch, "a new master commits")
+    reasons = [each["reason"] for each in story.actions() if each.get("role") == "master"]
+    assert reasons == ["no job is there", f"to follow job {old.job_id} at once"]
 
 
 def passes_at_the_same_moment_fill_a_slot_once(story: Story) -> None:
-    """All five that wait are cancelled by hand; three passes see it at once."""
+    """Both that wait are cancelled by hand; three passes see it at once."""
 
     def queued() -> list[str]:
         return [job.job_id for job in story.jobs().values() if job.state == "PENDING"]
 
-    story.until(lambda: len(queued()) == 5, "five jobs wait")
+    story.until(lambda: len(queued()) == 2, "two jobs wait")
     before = queued()
     story.box.run("scancel", *before)
-    wait_until(lambda: story.cron(3) and len(queued()) == 5, PATIENCE_S, "five jobs wait again")
+    wait_until(lambda: story.cron(3) and len(queued()) == 2, PATIENCE_S, "two jobs wait again")
     assert not set(before) & set(queued())
     story.one_job_at_a_time()
 
@@ -381,7 +379,7 @@ def the_books_are_clean(story: Story) -> None:
     """Slurm's, the run's, and the ledger."""
     story.one_job_at_a_time()
     story.attempts_are_in_order()
-    assert set(story.outcomes()) == {"cancelled", "done", "lost", "refused", "yielded"}
+    assert set(story.outcomes()) == {"cancelled", "done", "fenced", "lost", "refused", "yielded"}
     assert [event for event in story.run.events() if event["kind"] in ("fail", "restart")] == []
     said = elastic("audit", "story", "--files", "--json", env=story.cron_environment)
     report = json.loads(said.stdout)
@@ -414,7 +412,7 @@ def test_an_ordinary_user_trains_with_what_root_installed(users_folder):
     PATH={prefix}/bin:$PATH
     elastic-sandbox up --nodes 1 --dir {home} --name x
     eval "$(elastic-sandbox env --dir {home} --name x)"
-    elastic-submit tiny.toml --min 1 --max 1 --wait
+    elastic-submit tiny.toml --min 1 --max 1 --wait --no-try
     elastic-audit tiny --files
     """
     environment = {
