@@ -163,7 +163,7 @@ def test_two_at_once_are_apart_and_down_leaves_no_process_and_no_file(new_sandbo
 
 
 def test_a_killed_node_loses_everything_on_it_goes_down_and_comes_back(new_sandbox):
-    box = new_sandbox(nodes=2, settings=("SlurmdTimeout=5",))
+    box = new_sandbox(nodes=2, settings=("SlurmdTimeout=10", "MessageTimeout=5"))
     lost, kept = run_orphans(box, "n1"), run_orphans(box, "n2")
     box.kill_node("n1")
     assert sleepers(lost) == []
