@@ -142,6 +142,7 @@ def test_the_command_does_faults_to_a_live_run_and_reports_them(tmp_path):
             assert re.search(rf"^{kind} +[1-9]", said, re.M), said
         assert "audit of tiny (not finished): ok" in said
         assert re.search(r"goodput: training [0-9.]+% of", said)
+        assert [end["outcome"] for end in run.events("end")] == ["killed"]
         run.finish()
 
 
