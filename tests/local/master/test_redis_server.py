@@ -35,6 +35,11 @@ case $settings in *tls-*) echo "Bad directive or wrong number of arguments"; exi
 exec redis-server - <<< "$settings"
 """
 
+HASTY = """#!/bin/bash
+if [ "${1:-}" = --version ]; then exec redis-server --version; fi
+exec redis-server - < <(cat; echo 'lua-time-limit 200')
+"""
+
 
 @pytest.fixture
 def start(make_run):
@@ -185,8 +190,11 @@ def test_a_password_is_of_one_server(start):
         after.stop()
 
 
-def test_a_server_that_is_busy_with_a_script_is_useless_and_can_be_stopped(start):
-    run, server = start()
+def test_a_server_that_is_busy_with_a_script_is_useless_and_can_be_stopped(start, tmp_path):
+    hasty = tmp_path / "redis-server"  # it calls a script slow after 0.2 s, in place of 5
+    hasty.write_text(HASTY)
+    hasty.chmod(0o755)
+    run, server = start(f"redis.server={hasty}")
     store, again = (MasterStore.of(run, server.endpoint) for _ in range(2))
     endless = store._redis.script_load("while true do end")
     with pytest.raises(redis.RedisError):  # no answer, then that it is busy
@@ -287,8 +295,9 @@ def test_a_taken_port_is_named_with_the_way_out(make_run):
         taken.listen()
         port = taken.getsockname()[1]
         run = make_run(f"redis.port={port}")
-        with pytest.raises(ElasticError, match=f"127.0.0.1:{port}") as caught:
+        with pytest.raises(ElasticError, match=f"did not start on 127.0.0.1:{port}") as caught:
             redis_server.start(run, run.config(), "127.0.0.1", epoch=1)
+    assert "in use" in str(caught.value), "the server's own words"
     assert "redis.port = 0" in caught.value.hint
     assert not list(run.path.glob("redis-*"))
 
