@@ -13,11 +13,11 @@ from elastic.jobs.command import expand
 from running import TESTS, Running, running
 
 SCRIPT = TESTS / "plain_ddp.py"
-PLAIN = [sys.executable, str(SCRIPT), "--checkpoint_dir", "{checkpoints}", "--resume", "{resume}"]
 TORCHRUN = [
     sys.executable, "-m", "torch.distributed.run", "--nnodes={nodes}",
     "--nproc-per-node={gpus_per_node}", "--rdzv-backend=c10d",
-    "--rdzv-endpoint={master_addr}:{master_port}", *PLAIN[1:],
+    "--rdzv-endpoint={master_addr}:{master_port}", str(SCRIPT),
+    "--checkpoint_dir", "{checkpoints}", "--resume", "{resume}",
 ]  # fmt: skip
 
 
@@ -59,26 +59,18 @@ def epochs(run: Running) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in re.findall(r"epoch (\d+) of (\d+) ranks", text)]
 
 
-@pytest.mark.parametrize(
-    ("command", "ranks_per_node", "sizes"), [(PLAIN, 0, (1, 2)), (TORCHRUN, 1, (1,))],
-    ids=["plain, twice", "torchrun, once"],
-)  # fmt: skip
-def test_an_ordinary_ddp_script_is_preempted_and_finishes(
-    tmp_path, monkeypatch, command, ranks_per_node, sizes
-):
+def test_an_ordinary_ddp_script_under_torchrun_is_preempted_and_finishes(tmp_path, monkeypatch):
+    """Without torchrun: test_programs.py."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a folder there
     hurry = tmp_path / "hurry"
-    command = [*command, "--hurry", str(hurry)]
-    settings = {"run.mode": "sync", "run.command": command, "elastic.max": 2,
-                "sync.ranks_per_node": ranks_per_node, "local_scheduler.gpus": 2}  # fmt: skip
+    settings = {"run.mode": "sync", "run.command": [*TORCHRUN, "--hurry", str(hurry)],
+                "elastic.max": 2, "sync.ranks_per_node": 1, "local_scheduler.gpus": 2}  # fmt: skip
     with running(tmp_path, settings) as run:
-        for gpus in sizes:
-            seen = len(epochs(run))
-            run.until(lambda seen=seen: len(epochs(run)) >= seen + 2, 60, "two epochs more")
-            job = run.jobs()["trainer", 0]
-            run.set_capacity(gpus)
-            run.scheduler.preempt(job.job_id)
-            assert run.ended(job.job_id)["outcome"] == "yielded"
+        run.until(lambda: len(epochs(run)) >= 2, 60, "two epochs")
+        job = run.jobs()["trainer", 0]
+        run.set_capacity(1)
+        run.scheduler.preempt(job.job_id)
+        assert run.ended(job.job_id)["outcome"] == "yielded"
         hurry.touch()
         run.until(lambda: run.run.done() and not run.jobs(), 90, "the end of the run")
         told = epochs(run)
