@@ -13,14 +13,10 @@ import pytest
 
 from elastic.base.config import load
 from elastic.base.units import size
+from elastic.people.describe import measured
 from elastic.run.estimate import Model, Rates, Save, cost, report, save_of, warnings
-from helpers import ROOT, elastic, environment
-
-
-@pytest.fixture
-def env(tmp_path):
-    return environment(tmp_path)
-
+from elastic.train.task import load_task
+from helpers import ROOT
 
 MODEL = Model(7_000_000_000, 7_054_687_500, 110, 64_000_000, 64_500_000, 4096)
 RATES = Rates(process=5e9, filesystem=20e9, merged=1e9, stepped=0.5e9)
@@ -117,26 +113,11 @@ def test_the_table_on_paper_is_what_the_formulas_say():
         ("125m", ["134,105,856 parameters", "a delta is 135 MB (int8)", "warning"]),
     ],
 )
-def test_a_dry_run_prints_the_plan_of_a_shipped_file(name, words, env, tmp_path):
-    answer = elastic("submit", ROOT / f"etc/{name}.toml", "--dry-run", "--run.scheduler=local",
-                     "--checkpoint.min_free=1mb", env=env)  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
-    assert all(word in answer.stdout for word in words), answer.stdout
-    assert not list(tmp_path.glob("runs/*"))
-
-
-def test_a_model_that_cannot_be_made_here_is_no_reason_to_refuse(env, tmp_path):
-    task = tmp_path / "mine.py"
-    task.write_text("class Mine:\n    def __init__(self, config): raise OSError('no data here')\n"
-                    "    def model(self): ...\n    def dataset(self): ...\n"
-                    "    def loss(self, model, batch): ...\n")  # fmt: skip
-    file = tmp_path / "mine.toml"
-    file.write_text('[run]\ntask = "mine:Mine"\nscheduler = "local"\n[train]\nepochs = 1\n'
-                    '[checkpoint]\nmin_free = "1mb"\n')  # fmt: skip
-    answer = elastic("submit", file, "--dry-run", env=env)
-    assert answer.returncode == 0, answer.stderr
-    assert "cannot be known here" in answer.stdout
-    assert "no data here" in answer.stdout
+def test_the_plan_of_a_shipped_file(name, words):
+    one = load(ROOT / f"etc/{name}.toml", ["run.scheduler=local"])
+    model = measured(one, load_task(one.run.task, one.task))
+    said = report(model, one.elastic.max // one.slurm.gpus_per_worker, one)
+    assert all(word in said for word in words), said
 
 
 def test_shipped_files_count_samples_per_gpu():
