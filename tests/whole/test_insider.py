@@ -1,7 +1,7 @@
 """A worker's password in the wrong hands beside an honest run: it costs the run time, and no more.
 
 Real processes, over the run's own Redis; tests/insider.py does what that password can do, for
-8 seconds, or as many as ELASTIC_INSIDER_S says. pytest tests/whole/test_insider.py
+4 seconds, or as many as ELASTIC_INSIDER_S says. pytest tests/whole/test_insider.py
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import os
 import secrets
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,9 @@ from insider import ATTACKS
 from running import Running, running
 from tiny_task import Net, Samples
 
-SECONDS = float(os.environ.get("ELASTIC_INSIDER_S", "8"))
-SAMPLES = 12_000
-NOISE = 0.02  # of a loss that begins at 3: between two honest runs it differs by a fifth of this
+SECONDS = float(os.environ.get("ELASTIC_INSIDER_S", "4"))
+SAMPLES = 4_000
+LOSS = 0.028  # begins at 3; six undisturbed runs of 4,000 or 12,000 samples ended at 0.007 to 0.009
 SETTINGS = {"elastic.max": 2, "elastic.min": 2, "local_sgd.inner_steps": 20,
             "health.hang_timeout": "15s"}  # fmt: skip
 
@@ -49,14 +50,7 @@ def loss(run: Running) -> float:
 
 @pytest.mark.timeout(900)
 def test_a_run_ends_as_ever_after_the_worst_that_a_workers_password_can_do(tmp_path):
-    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
-    calm.mkdir()
-    stormy.mkdir()
-    with running(calm, SETTINGS, samples=SAMPLES, step_s=0.0) as run:
-        run.workers(2)
-        run.finish()
-        undisturbed = loss(run)
-    with running(stormy, SETTINGS, samples=SAMPLES, step_s=0.05) as run:
+    with running(tmp_path, SETTINGS, samples=SAMPLES, step_s=0.05) as run:
         run.workers(2)
         run.versions(1)
         before = run.version
@@ -68,15 +62,15 @@ def test_a_run_ends_as_ever_after_the_worst_that_a_workers_password_can_do(tmp_p
         masters = run.run.masters.newest()
         deltas = [delta for commit in run.commits() for delta in commit.deltas]
         events = (run.run.path / "events.jsonl").read_bytes()
-    print(json.dumps({"undisturbed": undisturbed, "disturbed": disturbed, "versions": during,
-                      "masters": masters, "events": len(events), **said}))  # fmt: skip
+    print(json.dumps({"disturbed": disturbed, "versions": during, "masters": masters,
+                      "events": len(events), **said}))  # fmt: skip
     assert said["tried"].keys() == {attack.__name__ for attack in ATTACKS}
     assert said["refused"]["play_the_master"] == said["tried"]["play_the_master"]
     assert {delta.slot for delta in deltas} == {0, 1}
     assert report["repeated"] == report["missing"] == 0
     assert masters == 1
     assert b"\\u001b" not in events
-    assert abs(disturbed - undisturbed) < NOISE
+    assert disturbed < LOSS
 
 
 def attack(run: Running, seconds: float) -> dict:
@@ -105,27 +99,33 @@ def spoil(client: redis.Redis, key: str) -> None:
         client.hset(name, "x", "y")
 
 
-@pytest.mark.parametrize("attack", [fill, spoil])
-def test_a_server_of_no_use_any_more_is_replaced_and_shuts_out_who_did_it(tmp_path, attack):
-    settings = SETTINGS | {"redis.maxmemory": "16mb"}
+def test_a_server_of_no_use_any_more_is_replaced_and_shuts_out_who_did_it(tmp_path):
+    settings = SETTINGS | {"redis.maxmemory": "16mb", "elastic.max": 1, "elastic.min": 1}
     with running(tmp_path, settings, samples=1 << 20, step_s=0.02) as run:
-        run.workers(2)
+        run.workers(1)
         run.versions(1)
-        trainers, endpoint = set(run.pids("trainer")), run.run.endpoint()
-        password = run.run.password("worker", endpoint)
-
-        def is_replaced() -> bool:
-            with contextlib.suppress(redis.RedisError):  # it goes meanwhile
-                attack(client, f"elastic:{run.run.key}:")
-            return run.run.endpoint() != endpoint
-
-        with WorkerStore.connect(endpoint, password, "")._redis as client:
-            run.until(is_replaced, 60, "another server")
-        run.versions(2)
-        after = run.run.endpoint()
-        with pytest.raises(TryAgain, match="refused the password"):
-            WorkerStore.connect(after, password, "").now()
-        assert "is of no use" in run.events("redis-lost")[0]["reason"]
-        assert set(run.pids("trainer")) == trainers
-        assert after.epoch == endpoint.epoch
+        trainers = run.pids("trainer")
+        for attack in (fill, spoil):
+            replaced_after(attack, run)
+            assert run.pids("trainer") == trainers
+        assert len(run.events("redis-lost")) == 2
         run.audit()
+
+
+def replaced_after(attack: Callable, run: Running) -> None:
+    before = run.run.endpoint()
+    password = run.run.password("worker", before)
+
+    def is_replaced() -> bool:
+        with contextlib.suppress(redis.RedisError):  # it goes meanwhile
+            attack(client, f"elastic:{run.run.key}:")
+        return run.run.endpoint() != before
+
+    with WorkerStore.connect(before, password, "")._redis as client:
+        run.until(is_replaced, 60, "another server")
+    run.versions(2)
+    after = run.run.endpoint()
+    with pytest.raises(TryAgain, match="refused the password"):
+        WorkerStore.connect(after, password, "").now()
+    assert "is of no use" in run.events("redis-lost")[-1]["reason"]
+    assert after.epoch == before.epoch
