@@ -43,14 +43,14 @@ def scheduled(optimizer: torch.optim.Optimizer):
 
 
 def of_ranks(pace: str, folder: str) -> None:
-    """Two ranks of a worker, each with the whole model; the second has twice the tokens and a
-    loss of its own."""
+    """Two ranks of a worker, each with the whole model and a scheduler; the second has twice the
+    tokens and a loss of its own."""
     torch.manual_seed(0)
     task = Tiny({"pace": pace, "samples": 400})
     dist.init_process_group("gloo")
     model, rank = Net(), dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    rates = []
+    schedule, rates = scheduled(optimizer), []
     with elastic.LocalSGD.from_env(model, optimizer) as sgd:
         for batch in sgd.batches(task.dataset()):
             rates.append(optimizer.param_groups[0]["lr"])
@@ -59,6 +59,7 @@ def of_ranks(pace: str, folder: str) -> None:
                 dist.all_reduce(param.grad)
             optimizer.step()
             optimizer.zero_grad()
+            schedule.step()
             sgd.step(1.0 + rank, tokens=(1 + rank) * len(batch[0]))
     Path(folder, f"{rank}.json").write_text(json.dumps(rates))
 
@@ -67,14 +68,11 @@ def main(kind: str, pace: str, folder: str) -> None:
     torch.manual_seed(0)
     model = Normed() if kind == "normed" else Net()
     optimizer = EagerAdamW(model.parameters(), lr=0.01)
-    schedule = scheduled(optimizer) if kind == "scheduled" else None
     task = Tiny({"pace": pace, "samples": 603 if kind == "normed" else 400})
     said = {"rates": [], "progress": [], "sizes": []}
     with elastic.LocalSGD.from_env(model, optimizer) as sgd:
         name = f"{sgd.slot}.{sgd.place.attempt}"
         assert sgd.progress == 0.0, "as for a scheduler, which asks before there is a version"
-        if kind == "twice":
-            next(iter(sgd.batches(task.dataset())))
         try:
             for x, y in sgd.batches(task.dataset()):
                 if kind == "own":
@@ -89,9 +87,7 @@ def main(kind: str, pace: str, folder: str) -> None:
                 said["rates"].append(optimizer.param_groups[0]["lr"])
                 optimizer.step()
                 optimizer.zero_grad()
-                if schedule:
-                    schedule.step()
-                sgd.step(1.0, tokens=float(x.numel()) if kind == "tokens" else None)
+                sgd.step(1.0, tokens=float(x.numel() * sgd.accumulate) if kind == "own" else None)
         finally:
             Path(folder, f"{name}.json").write_text(json.dumps(said | {"end": sgd.outcome}))
     if sgd.outcome == "done":

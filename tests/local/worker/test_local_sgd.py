@@ -494,6 +494,28 @@ def test_a_step_without_a_batch_says_where_batches_come_from(run):
     assert "sgd.batches(dataset)" in caught.value.hint
 
 
+def test_a_loop_that_breaks_off_has_crashed_and_its_agent_says_so(run):
+    reader, writer = os.pipe()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    place = Place(run, 0, 1, "7", progress_fd=writer)
+    with LocalSGD(model, optimizer, place, Notice(), Group()):
+        pass
+    training = Training([], reader, files=(writer,))
+    training.read()
+    assert training.report["end"] == ""
+    end = Agent(run, 0, Notice())._judge(training, 0)
+    assert end == End(Outcome.CRASHED, "the training process left before the run was over")
+    training.end()
+
+
+def test_batches_that_were_left_before_the_end_are_not_begun_again(run):
+    one = learner(run)
+    one._hand.commit = commit_of(1)
+    with pytest.raises(ElasticError, match=r"batches\(\) was left before the run was over"):
+        next(one.batches([1]))
+
+
 @pytest.mark.parametrize("calls", [0, 2])
 def test_a_step_that_is_not_called_once_is_told_how_often_it_was(run, calls):
     one = learner(run)
