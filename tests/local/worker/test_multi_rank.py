@@ -13,21 +13,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import default_collate
 
 from elastic.base import durable
 from elastic.base.signals import Notice
 from elastic.local.worker.agent import Agent, Training
 from elastic.local.worker.line import Line, Place, RankLine
+from elastic.saved import inner_state
 from helpers import listening
 from running import Running, running
-from tiny_task import Samples
+from tiny_task import Masked
 
 EXACT = {"local_sgd.outer_lr": 1.0, "local_sgd.outer_momentum": 0.0, "checkpoint.keep_every": 1,
          "local_sgd.thin_rounds": False, "local_sgd.clip_norm": 0.0,
          "local_sgd.min_deadline": "1h"}  # fmt: skip
 ONE = {**EXACT, "train.batch_size": 8}
-TWO_BATCHES = {**EXACT, "train.accumulate": 2}
 TWO = {**EXACT, "slurm.gpus_per_worker": 2, "elastic.min": 2, "elastic.max": 2}
+TWO_BATCHES = {**TWO, "train.batch_size": 2, "train.accumulate": 2}
 
 
 def parameters(run: Running, version: int) -> dict[str, torch.Tensor]:
@@ -36,42 +38,34 @@ def parameters(run: Running, version: int) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if name.startswith("param/")}
 
 
-def test_two_ranks_or_two_batches_deliver_the_delta_of_one(tmp_path: Path):
+def test_two_ranks_of_two_batches_deliver_the_delta_of_one_and_score_it_together(tmp_path: Path):
     """With Muon, and so with AdamW, which has the parameters that are no matrices. Batches
-    differ in tokens: a step was a mean of their means."""
-    found = []
-    for name, settings in (("one", ONE), ("two", TWO), ("accumulated", TWO_BATCHES)):
+    differ in tokens: a step was a mean of their means, and the tokens of sample 0 stood for those
+    of every sample. The last batch is filled up, and its tokens are counted in proportion."""
+    found, scores, tokens = [], [], []
+    for name, settings in (("one", ONE), ("two", TWO_BATCHES)):
         (tmp_path / name).mkdir()
-        settings = {**settings, "train.optimizer": "muon", "run.task": "tiny_task:Masked"}
-        with running(tmp_path / name, settings, samples=203, step_s=0) as run:
+        settings = {**settings, "train.optimizer": "muon", "run.task": "tiny_task:Masked",
+                    "train.validate_every": 5}  # fmt: skip
+        with running(tmp_path / name, settings, samples=91, step_s=0) as run:
             run.finish(120)
             found.append([parameters(run, version) for version in range(3)])
+            scores.append([score.loss for score in run.run.scores.read()])
             steps = [delta.steps for commit in run.commits() for delta in commit.deltas]
-            assert sum(steps) == -(-203 // 8)
-    for one, *others in zip(*found, strict=True):
-        for other in others:
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+            assert sum(steps) == -(-91 // 8)
+            tokens.append(run.commits()[-1].tokens)
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
     before, after = found[0][:2]
     assert max((after[key] - before[key]).abs().max() for key in before) > 0.01
+    assert tokens[0] == tokens[1] == pytest.approx(tokens_of(91), abs=8)
+    assert len(scores[0]) > 1
+    assert scores[1] == pytest.approx(scores[0], rel=1e-3)
 
 
-RAGGED = """
-from tiny_task import Tiny
-
-class Ragged(Tiny):
-    def tokens(self, batch):
-        return int((batch[0] > 0).sum())
-"""
-
-
-def test_the_tokens_of_all_ranks_count(tmp_path: Path):
-    """Those of sample 0 stood for those of every sample."""
-    (tmp_path / "ragged.py").write_text(RAGGED)
-    settings = {**TWO, "run.task": "ragged:Ragged"}
-    with running(tmp_path, settings, samples=200, step_s=0) as run:
-        run.finish(120)
-        samples = Samples(200, -1)
-        assert run.commits()[-1].tokens == sum(int((samples[i][0] > 0).sum()) for i in range(200))
+def tokens_of(samples: int) -> int:
+    task = Masked({"pace": "", "samples": samples})
+    return task.tokens(default_collate([task.dataset()[number] for number in range(samples)]))
 
 
 def test_a_disk_that_is_full_for_a_rank_that_does_not_lead_is_told_of_until_it_is_not(
@@ -104,27 +98,15 @@ def test_a_disk_that_is_full_for_a_rank_that_does_not_lead_is_told_of_until_it_i
     training.end()
 
 
-def test_two_ranks_leave_on_notice_and_come_back_after_the_loss_of_one(tmp_path: Path):
-    settings = {**TWO, "elastic.max_failures": 50, "local_sgd.inner_steps": 20,
-                "local_sgd.inner_state_max_age": 1000}  # fmt: skip
-    with running(tmp_path, settings, samples=3000, step_s=0.05) as run:
+def test_two_ranks_train_a_refused_round_again_survive_a_kill_and_leave_on_notice(tmp_path: Path):
+    settings = {**TWO, "elastic.max_failures": 50, "local_sgd.inner_steps": 10,
+                "local_sgd.inner_state_max_age": 1000, "train.schedule": "constant",
+                "local_sgd.min_deadline": "1s"}  # fmt: skip
+    with running(tmp_path, settings, samples=10**6, step_s=0.05) as run:
         run.workers(1)
-        run.versions(1)
-        run.pace(0.5)  # the round is not to be over before they are told
-        run.until(lambda: 2 <= run.slots()[0].step <= 6, 60, "the middle of a round")
-        slot, job = run.slots()[0], run.jobs()["worker", 0]
-        run.scheduler.preempt(job.job_id)
-        assert run.ended(job.job_id)["outcome"] == "yielded"
-        run.pace(0.1)
-        run.until(lambda: run.version > slot.version, 30, "its steps count")
-        (delta,) = run.run.commits.of(slot.version + 1).deltas
-        assert slot.step <= delta.steps < 20
-        assert delta.tokens == 8 * delta.steps
+        go_back_to_the_base(run)
 
-        run.versions(1, 90)
-        (delta,) = run.run.commits.of(run.version).deltas
-        assert delta.inner == f"own of version {slot.version}"
-
+        run.even_pace()
         ranks = run.pids("trainer")
         assert len(ranks) == 2
         assert {address for address, _ in listening(ranks)} <= {"127.0.0.1"}, "Gloo, and no store"
@@ -133,31 +115,38 @@ def test_two_ranks_leave_on_notice_and_come_back_after_the_loss_of_one(tmp_path:
         run.versions(1, 90)
         (delta,) = run.run.commits.of(run.version).deltas
         assert delta.inner.startswith("own of version")
-        run.finish(120)
+
+        run.pace(0.5)  # the round is not to be over before they are told
+        run.until(lambda: 2 <= run.slots()[0].step <= 6, 60, "the middle of a round")
+        slot, job = run.slots()[0], run.jobs()["worker", 0]
+        run.set_capacity(0)
+        run.scheduler.preempt(job.job_id)
+        assert run.ended(job.job_id)["outcome"] == "yielded"
+        run.until(lambda: run.version > slot.version, 30, "its steps count")
+        (delta,) = run.run.commits.of(slot.version + 1).deltas
+        assert slot.step <= delta.steps < 10
+        assert delta.tokens == 8 * delta.steps
+        kept, _ = inner_state.choose(run.run, 0, run.version, 1000)
+        assert (kept.version, len(kept.files)) == (slot.version, 2), "one of each rank"
+        run.audit()
 
 
-def test_both_ranks_go_back_to_the_base_when_their_delta_is_refused(tmp_path: Path):
+def go_back_to_the_base(run: Running) -> None:
     """Each rank holds half the rows. Adam moves all alike, so twice the way would be seen."""
-    settings = {**TWO, "local_sgd.inner_steps": 10, "train.schedule": "constant",
-                "checkpoint.keep_every": 1}  # fmt: skip
-    with running(tmp_path, settings, samples=800, step_s=0.3) as run:
-        run.workers(1)
-        run.hold()
-        (master,) = run.pids("master")
-        os.kill(master, signal.SIGSTOP)
-        base = run.slot(0).version
-        run.go_on()
-        deltas = run.run.path / "deltas" / f"{base:06d}"
-        found = run.until(lambda: list(deltas.glob("0000.*")), 30, "a delta")
-        data = bytearray(found[0].read_bytes())
-        data[-1] ^= 1
-        found[0].write_bytes(data)
-        os.kill(master, signal.SIGCONT)
-        run.until(lambda: run.events("reject"), 30, "it is refused")
-        run.until(lambda: run.version > base, 60, "the round is trained again")
-        before, after = parameters(run, base), parameters(run, base + 1)
-        run.pace(0)
-        run.finish(120)
+    run.hold()
+    (master,) = run.pids("master")
+    os.kill(master, signal.SIGSTOP)
+    base = run.slot(0).version
+    run.go_on()
+    deltas = run.run.path / "deltas" / f"{base:06d}"
+    found = run.until(lambda: list(deltas.glob("0000.*")), 30, "a delta")
+    data = bytearray(found[0].read_bytes())
+    data[-1] ^= 1
+    found[0].write_bytes(data)
+    os.kill(master, signal.SIGCONT)
+    run.until(lambda: run.events("reject"), 30, "it is refused")
+    run.until(lambda: run.version > base, 60, "the round is trained again")
+    before, after = parameters(run, base), parameters(run, base + 1)
     name = next(key for key in before if "layers.1.weight" in key)
     moved = (after[name] - before[name]).abs().mean(dim=1)
     assert moved[8:].mean() == pytest.approx(moved[:8].mean().item(), rel=0.4)

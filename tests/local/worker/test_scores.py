@@ -18,6 +18,7 @@ from elastic.local.worker.line import Line, News, Place
 from elastic.local.worker.validation import Validation, is_due
 from elastic.people import metrics, report, status
 from elastic.people.status import Listing
+from elastic.run.membership import Slot
 from elastic.run.sound import SCORES
 from elastic.train.group import Group
 from elastic.train.task import score
@@ -42,8 +43,31 @@ def test_a_version_that_nobody_made_is_not_scored():
     assert not is_due(commit_of(0), 0, every_versions=1)
 
 
+ASLEEP = """
+from tiny_task import Tiny
+
+class Asleep(Tiny):
+    def __init__(self, config):
+        super().__init__(config)
+        self.config = config
+
+    def model(self):
+        return super().model().eval()  # as from_pretrained() does
+
+    def loss(self, model, batch):
+        assert all(module.training for module in model.modules()), "without dropout"
+        return super().loss(model, batch)
+
+    def validate(self, model):
+        return Tiny(self.config).validate(model.eval())
+"""
+
+
 def test_versions_are_scored_on_their_way_and_all_who_look_are_told(tmp_path: Path):
-    with running(tmp_path, {**EVERY, "elastic.max": 2}, samples=2000, step_s=0.02) as run:
+    """And a model trains in its training mode, in whatever mode it came and was scored."""
+    (tmp_path / "asleep.py").write_text(ASLEEP)
+    settings = {**EVERY, "run.task": "asleep:Asleep", "elastic.max": 1}
+    with running(tmp_path, settings, samples=600, step_s=0.02) as run:
         run.until(lambda: numbers(run), 60, "the first one is validated")
         run.finish()
         found, log = run.run.scores.read(), tmp_path / "rows.jsonl"
@@ -82,32 +106,6 @@ def test_a_task_may_call_its_scores_what_it_likes(make_run):
     assert status.observe(run, Listing())["validated"] == {**values, "tokens": 9}
 
 
-ASLEEP = """
-from tiny_task import Tiny
-
-class Asleep(Tiny):
-    def model(self):
-        return super().model().eval()  # as from_pretrained() does
-
-    def loss(self, model, batch):
-        assert all(module.training for module in model.modules()), "without dropout"
-        return super().loss(model, batch)
-
-    def validate(self, model):
-        model.eval()
-        return {"score": 1.0}
-"""
-
-
-@pytest.mark.parametrize("mode", ["local", "sync"])
-def test_a_model_trains_in_its_training_mode_whatever_mode_it_came_in(tmp_path: Path, mode: str):
-    (tmp_path / "asleep.py").write_text(ASLEEP)
-    settings = {**EVERY, "run.task": "asleep:Asleep", "run.mode": mode}
-    with running(tmp_path, settings, samples=200, step_s=0) as run:
-        run.until(run.run.done, 60, "the end of the run")
-        assert len(run.run.scores.read()) > 1
-
-
 def test_a_validation_puts_each_part_back_into_its_mode():
     """A part that is frozen, BatchNorm mostly, trained from the first validation on."""
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1).eval())
@@ -115,28 +113,22 @@ def test_a_validation_puts_each_part_back_into_its_mode():
     assert [part.training for part in model] == [True, False]
 
 
-def test_ranks_that_share_a_model_score_it_together(tmp_path: Path):
-    two = {**EVERY, "slurm.gpus_per_worker": 2, "elastic.min": 2, "elastic.max": 2}
-    with running(tmp_path, two, samples=400, step_s=0) as run:
-        run.finish(120)
-        found = run.run.scores.read()
-        assert len(found) > 1
-        assert found[-1].loss < found[0].loss
-
-
-def test_a_long_validation_keeps_one_worker_and_the_other_trains_on(tmp_path: Path):
+def test_a_long_validation_keeps_one_worker_and_ends_at_a_notice(tmp_path: Path):
     two = {**EVERY, "elastic.max": 2, "health.lease": "30s"}
     with running(tmp_path, two, samples=10**6, step_s=0.02, validation_passes=5000) as run:
-        def at_it() -> list[int]:
-            return [slot.slot for slot in run.slots().values() if slot.state == "validating"]
+        def at_it() -> list[Slot]:
+            return [slot for slot in run.slots().values() if slot.state == "validating"]
 
         # Not two that train: one may validate before the other has begun.
         run.until(lambda: len(run.slots()) == 2, 60, "two workers")
         run.until(at_it, 60, "a validation")
         run.versions(6)
-        assert (len(at_it()), numbers(run)) == (1, [])
+        [validates] = at_it()
+        run.scheduler.preempt(validates.job_id)
+        assert run.ended(validates.job_id)["outcome"] == "yielded"
+        assert numbers(run) == []
         run.pace(0)
-        run.until(lambda: numbers(run), 60, "its score")
+        run.until(lambda: numbers(run), 60, "a score")
         run.versions(2)
 
 
@@ -151,13 +143,3 @@ def test_a_new_master_is_told_in_a_validation_what_is_held(run):
         line.news = News(5, state="running", epoch=epoch)
         validation._before_pass()
     assert told == [[(0, 4, 8)]] * 2
-
-
-def test_a_notice_ends_a_validation_and_loses_nothing(tmp_path: Path):
-    with running(tmp_path, EVERY, samples=400, step_s=0.02, validation_passes=100_000) as run:
-        run.until(lambda: [slot for slot in run.slots().values() if slot.state == "validating"],
-                  60, "a validation")  # fmt: skip
-        job = run.jobs()["worker", 0]
-        run.scheduler.preempt(job.job_id)
-        assert run.ended(job.job_id)["outcome"] == "yielded"
-        assert not run.run.scores.read()
