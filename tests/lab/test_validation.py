@@ -4,24 +4,26 @@ pytest tests/lab/test_validation.py
 """
 
 import errno
-import io
 import json
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import stdev
 
 import pytest
+from click.testing import CliRunner
 
 from elastic.base import durable
-from elastic.base.errors import ElasticError, TryAgain, UsageError
+from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
+from elastic.commands import main
 from elastic.jobs import sched_slurm
 from elastic.jobs.reconcile import PassReport
 from elastic.lab import validation
 from elastic.lab.validation import verdicts
-from elastic.people import evaluation, steering, views
+from elastic.people import evaluation, steering
 from elastic.run.rundir import RunDir
 from helpers import elastic, environment
 from running import SETTINGS, TESTS, kill_all, toml
@@ -77,8 +79,8 @@ def test_an_arm_without_a_finite_loss_is_told_of_and_not_ok(lost: float):
     assert every[1]["spread"] == stdev(BASE.values())
 
 
-def test_who_compares_with_an_arm_that_is_lost_is_not_told_ok(make_config, monkeypatch):
-    runs = {"sync": 2.0, "int8": 2.0, "none": math.nan}
+def test_the_command_succeeds_if_every_arm_is_ok(make_config, monkeypatch):
+    runs = {"sync": 2.0, "int8": 2.0, "int4": 3.0, "none": math.nan}
     monkeypatch.setattr(evaluation, "load", lambda _config: None)
     monkeypatch.setattr(validation, "load", lambda _path, settings: make_config(*settings))
     monkeypatch.setattr(validation, "train", lambda trials, _folder: [
@@ -86,16 +88,21 @@ def test_who_compares_with_an_arm_that_is_lost_is_not_told_ok(make_config, monke
     monkeypatch.setattr(validation, "final_loss", lambda arm, _metric: runs[arm])
     monkeypatch.setattr(validation, "curve", lambda _arm: [])
 
-    def compare(*arms: str) -> tuple[dict, bool]:
-        data, _, is_ok = validation.compare(Path("x"), [], arms, 2, "", 0.02)
-        return data, is_ok
+    def compare(arms: str) -> tuple[int, str]:
+        return called("x.toml", "--arms", arms, "--seeds", 2, COLUMNS="100")
 
-    assert compare("int8")[1]
-    data, is_ok = compare("int8", "none")
-    assert not is_ok
-    shown = io.StringIO()
-    views.console(file=shown, width=100).print(views.validation_view(data, {}))
-    assert "a loss is not finite" in shown.getvalue()
+    code, said = compare("int8")
+    assert (code, "ok: within 0.02" in said) == (Exit.OK, True)
+    code, said = compare("int8,int4")
+    assert (code, "WORSE by more than 0.02" in said) == (Exit.ERROR, True)
+    code, said = compare("int8,none")
+    assert (code, "a loss is not finite" in said) == (Exit.ERROR, True)
+
+
+def called(*words: object, **env: str) -> tuple[int, str]:
+    """`elastic validate` in this process: its exit code, and what it says."""
+    done = CliRunner().invoke(main.elastic, ["validate", *map(str, words)], env=env)
+    return done.exit_code, done.output
 
 
 def test_a_step_of_sync_mode_has_the_samples_of_all_workers_steps(make_config):
@@ -241,7 +248,7 @@ def test_who_begins_while_slurm_is_silent_is_told_so_at_once(two, home: Path, mo
 @pytest.fixture
 def tiny(tmp_path: Path):
     (tmp_path / "pace").write_text("0")
-    settings = {**SETTINGS, "task.samples": 640, "task.pace": str(tmp_path / "pace"),
+    settings = {**SETTINGS, "task.samples": 320, "task.pace": str(tmp_path / "pace"),
                 "elastic.max": 1, "local_sgd.inner_steps": 10}  # fmt: skip
     (tmp_path / "of-a-task").mkdir()
     config = tmp_path / "tiny.toml"
@@ -255,29 +262,26 @@ def starts(runs: Path) -> int:
     return sum(path.read_text().count('"kind":"start"') for path in runs.glob("*/events.jsonl"))
 
 
-def test_the_command_trains_compares_and_goes_on(tiny: Path, tmp_path: Path):
+def test_the_command_trains_compares_and_goes_on(tiny: Path, tmp_path: Path, monkeypatch):
     env = environment(tmp_path, PYTHONPATH=str(TESTS))
-    options = ("--seeds", 2, "--margin", 100.0)
     # Its task's relative paths begin elsewhere than those of its user.
     tiny = tiny.rename(tiny.with_name("of-a-task") / tiny.name)
     tiny = Path(os.path.relpath(tiny))
-    done = elastic("validate", tiny, *options, "--json", env=env, timeout_s=300)
-    assert done.returncode == 0, done.stderr
+    done = elastic("validate", tiny, "--seeds", 1, "--json", env=env, timeout_s=300)
     found = json.loads(done.stdout)
-    assert {arm: len(seeds) for arm, seeds in found["losses"].items()} == {"sync": 2, "int8": 2}
+    assert {arm: len(seeds) for arm, seeds in found["losses"].items()} == {"sync": 1, "int8": 1}
+    assert done.returncode == Exit.ERROR, "one seed tells nothing of the noise"
     runs = Path(found["runs"])
-    names = sorted(path.name for path in runs.iterdir())
-    assert names == ["tiny-int8-0", "tiny-int8-1", "tiny-sync-0", "tiny-sync-1"]
+    assert sorted(path.name for path in runs.iterdir()) == ["tiny-int8-0", "tiny-sync-0"]
     before = starts(runs)
     assert before > 0
-    again = elastic("validate", tiny, *options, env=env, timeout_s=60)  # all is there
-    assert again.returncode == 0, again.stderr
-    assert starts(runs) == before
-    assert "ok: within 100" in again.stdout
-    assert "int8: training loss " in again.stdout
-    changed = elastic("validate", tiny, *options, "--set", "train.learning_rate=0.5", env=env)
-    assert (changed.returncode, "with another configuration" in changed.stderr) == (2, True)
-    assert "--set run.name=NAME" in changed.stderr
-    strict = elastic("validate", tiny, "--seeds", 2, "--margin", -100.0, env=env)
-    assert strict.returncode == 1
-    assert "WORSE by more than -100" in strict.stdout
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(Path.cwd())  # it may go to the task's folder by itself
+    code, said = called(tiny, "--seeds", 1, **env)  # all is there
+    assert (code, starts(runs)) == (Exit.ERROR, before), said
+    assert "one seed tells nothing" in said
+    assert "int8: training loss " in said
+    changed = ("--set", "train.learning_rate=0.5")
+    code, said = called(tiny, "--seeds", 1, *changed, **env)
+    assert (code, "with another configuration" in said) == (Exit.USAGE, True), said
+    assert "--set run.name=NAME" in said
