@@ -1,14 +1,16 @@
 """Deltas that must not be merged: each is refused with its reason, and the run goes on.
 
-One run with one worker in slot 0. A fake worker in slot 7 offers what a broken one might: it holds
-the lease of its slot, and never trains.
+One run with one worker in slot 0. Fake workers from slot 7 on offer what broken ones might: each
+holds the lease of its slot, and never trains.
 """
 
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,10 +36,10 @@ BATCH = 16
 class Fake:
     """A worker of the test's own, and the delta it would deliver."""
 
-    def __init__(self, run: Running, store: BothSides):
-        self.run, self.store = run, store
-        self.attempt = run.run.slots.claim(SLOT, {"job_id": "fake"})
-        assert store.lease(SLOT, self.attempt, LEASE, 600.0)
+    def __init__(self, run: Running, store: BothSides, slot: int = SLOT):
+        self.run, self.store, self.slot = run, store, slot
+        self.attempt = run.run.slots.claim(slot, {"job_id": "fake"})
+        assert store.lease(slot, self.attempt, LEASE, 600.0)
         self.base, self.asked = run.version, 0
         self.sizes = [4 * numel for numel in read_layout(run.run, self.base).numels]
         self.bytes = [bytes(size) for size in self.sizes]
@@ -45,30 +47,36 @@ class Fake:
     def samples(self) -> tuple:
         """The samples of a step that the master grants."""
         self.asked += 1
-        ask = Ask(SLOT, self.attempt, self.asked, BATCH, ())
+        ask = Ask(self.slot, self.attempt, self.asked, BATCH, ())
         self.store.ask(ask)
         return tuple(self.run.until(lambda: self.store.granted(ask, 0.2), 30, "samples"))
 
     def header(self, **changes) -> dict:
         """Put the bytes where the master looks for them; the header that announces them."""
-        key = (SLOT, self.attempt, self.base)
+        key = (self.slot, self.attempt, self.base)
         transport = Transport(self.run.run)
         parts = [transport.put(key, i, memoryview(data))
                  for i, data in enumerate(self.bytes)]  # fmt: skip
         whole = Header(
-            run=self.run.run.key, slot=SLOT, attempt=self.attempt, job_id="fake", base=self.base,
-            layout=self.run.run.commits.of(0).layout, codec="none", steps=1, tokens=BATCH,
-            samples=self.samples(), loss=0.1, first_loss=0.1, fragments=tuple(parts),
+            run=self.run.run.key, slot=self.slot, attempt=self.attempt, job_id="fake",
+            base=self.base, layout=self.run.run.commits.of(0).layout, codec="none", steps=1,
+            tokens=BATCH, samples=self.samples(), loss=0.1, first_loss=0.1, fragments=tuple(parts),
         )  # fmt: skip
         return asdict(whole) | changes
 
-    def offer(self, body: dict | str, attempt: int | None = None) -> None:
+    def offer(self, body: dict | str) -> None:
         """Announce a delta as the store would, whatever it says."""
-        key, name = self.store._key("offers", self.base), f"{SLOT}:{attempt or self.attempt}"
         text = body if isinstance(body, str) else json.dumps(body)
+        attempt = self.attempt if isinstance(body, str) else body.get("attempt", self.attempt)
+        key, name = self.store._key("offers", self.base), f"{self.slot}:{attempt}"
         sealed = self.store._mark(key, name, text.encode()) + text.encode()
         self.store._redis.hset(key, name, sealed)
-        self.store._redis.publish(self.store._key("wake"), f"offer {SLOT}")
+        self.store._redis.publish(self.store._key("wake"), f"offer {self.slot}")
+
+    def file(self) -> Path:
+        """Of its first fragment, where the master looks for it."""
+        name = fragment_name((self.slot, self.attempt, self.base), 0)
+        return self.run.run.path / "deltas" / name
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +119,7 @@ def fake(run: Running) -> Iterator[Fake]:
 def other_bytes(fake: Fake, change: Callable[[bytes], bytes]) -> dict:
     """A header of good bytes, and then other ones in their place."""
     header = fake.header()
-    path = fake.run.run.path / "deltas" / fragment_name((SLOT, fake.attempt, fake.base), 0)
-    path.write_bytes(change(path.read_bytes()))
+    fake.file().write_bytes(change(fake.file().read_bytes()))
     return header
 
 
@@ -122,16 +129,13 @@ def not_a_number(fake: Fake) -> dict:
 
 
 def too_old(fake: Fake) -> dict:
-    fake.run.go_on()
-    fake.run.until(lambda: fake.run.version >= 3, 30, "version 3")
-    fake.run.hold()
-    fake.base = fake.run.version - 2
+    fake.base -= 2
     return fake.header()
 
 
 def lost_bytes(fake: Fake) -> dict:
     header = fake.header()
-    (fake.run.run.path / "deltas" / fragment_name((SLOT, fake.attempt, fake.base), 0)).unlink()
+    fake.file().unlink()
     return header
 
 
@@ -158,24 +162,30 @@ REFUSED = {
     "a missing field": ("malformed", lambda _: {"run": "tiny"}),
     "a field of a wrong type": ("malformed", lambda fake: fake.header(steps="many")),
     "a name that is not its own": ("malformed", lambda fake: fake.header(slot=0)),
+    "an attempt that never claimed": ("fenced", lambda fake: fake.header(attempt=fake.attempt + 1)),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_broken_delta_is_refused_with_its_reason(fake: Fake, case: str):
-    rule, make = REFUSED[case]
-    body, run = make(fake), fake.run
+def test_each_broken_delta_is_refused_with_its_reason(run: Running):
+    """All of them in one round, which is made of the good one alone."""
+    run.until(lambda: run.version >= 3, 30, "version 3")
+    run.hold()
     version = run.version
-    fake.offer(body)
-    event = rejection(run, rule, slot=SLOT, attempt=fake.attempt)
-    assert event["reason"].startswith(f"{rule}: ")
-    assert event["rule"] == rule
-    assert event in status.observe(run.run)["events"]
-    run.go_on()
-    run.versions(1)
+    with run.store() as store:
+        fakes = [Fake(run, store, slot) for slot, _ in enumerate(REFUSED, SLOT)]
+        for fake, (rule, make) in zip(fakes, REFUSED.values(), strict=True):
+            fake.offer(make(fake))
+            event = rejection(run, rule, slot=fake.slot)
+            assert event["rule"] == rule
+            assert event in status.observe(run.run)["events"]
+        run.go_on()
+        run.versions(1)
+        for fake in fakes:
+            store.release(fake.slot, fake.attempt)
     committed = [run.run.commits.of(number) for number in range(version + 1, run.version + 1)]
-    assert sum(commit.rejected.get(rule, 0) for commit in committed) == 1
-    assert not any(delta.slot == SLOT for commit in committed for delta in commit.deltas)
+    rejected = sum((Counter(commit.rejected) for commit in committed), Counter())
+    assert rejected == Counter(rule for rule, _ in REFUSED.values())
+    assert {delta.slot for commit in committed for delta in commit.deltas} == {0}
 
 
 def accepted(fake: Fake) -> None:
@@ -194,13 +204,6 @@ def rejection(run: Running, rule: str, **whose) -> dict:
     return run.until(found, 30, f"a delta is rejected by {rule}")
 
 
-def test_an_attempt_that_never_claimed_the_slot_is_fenced(fake: Fake):
-    body = fake.header(attempt=fake.attempt + 1)
-    fake.offer(body, fake.attempt + 1)
-    event = rejection(fake.run, "fenced", slot=SLOT, attempt=fake.attempt + 1)
-    assert event["reason"].startswith("fenced: ")
-
-
 def test_samples_are_for_those_whose_lease_is_there(run: Running):
     """Given to a trainer that is quicker than its agent, they would be taken back at once."""
     with run.store() as store:
@@ -216,15 +219,10 @@ def test_samples_are_for_those_whose_lease_is_there(run: Running):
         store.release(SLOT, attempt)
 
 
-def test_an_attempt_that_has_been_replaced_can_offer_nothing(fake: Fake):
+def test_a_delta_that_is_one_version_late_is_merged_and_counts_once(fake: Fake):
+    run = fake.run
+    fake.base = run.version - 1
     header = fake.header()
-    newer = fake.run.run.slots.claim(SLOT, {"job_id": "newer"})
-    assert fake.store.lease(SLOT, newer, LEASE, 600.0)
-    assert not fake.store.offer(SLOT, fake.attempt, fake.base, header)
-
-
-def test_the_same_delta_counts_once(fake: Fake):
-    run, header = fake.run, fake.header()
     fake.offer(header)
     accepted(fake)
     fake.offer(header | {"loss": 0.2})
@@ -234,23 +232,9 @@ def test_the_same_delta_counts_once(fake: Fake):
     deltas = [d for commit in run.commits() for d in commit.deltas
               if (d.slot, d.attempt) == (SLOT, fake.attempt)]  # fmt: skip
     assert [(delta.base, delta.loss) for delta in deltas] == [(fake.base, 0.1)]
-
-
-def test_a_delta_that_is_one_version_late_is_merged(fake: Fake):
-    run = fake.run
-    run.go_on()
-    run.versions(1)
-    run.hold()
-    fake.base = run.version - 1
-    fake.offer(fake.header())
-    run.go_on()
-    mine = (SLOT, fake.attempt, fake.base)
-
-    def merged() -> bool:
-        return any(mine == (d.slot, d.attempt, d.base)
-                   for commit in run.commits() for d in commit.deltas)  # fmt: skip
-
-    run.until(merged, 30, "the late delta is in a commit")
+    newer = run.run.slots.claim(SLOT, {"job_id": "newer"})
+    assert fake.store.lease(SLOT, newer, LEASE, 600.0)
+    assert not fake.store.offer(SLOT, fake.attempt, run.version, header), "it has been replaced"
 
 
 @pytest.mark.parametrize("flushed", [False, True])
@@ -279,8 +263,6 @@ def test_a_worker_whose_delta_is_damaged_on_the_way_trains_the_round_again(
     commit = run.run.commits.of(key[2] + 1)
     assert commit.rejected["altered"] == 1 + flushed  # it offers them once more
     assert [(d.slot, d.attempt) for d in commit.deltas] == [key[:2]]
-
-
 
 
 def outer(run: Running, version: int) -> dict[str, torch.Tensor]:
