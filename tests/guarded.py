@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from elastic.local import rounds
@@ -24,7 +25,7 @@ from merging import Outer
 
 SIZE, BATCH = 256, 8
 LAYOUT = Layout.of([("x", (SIZE,))], 1 << 30)
-SPECTRUM = torch.logspace(-2, 0, SIZE)
+SPECTRUM = np.logspace(-2, 0, SIZE, dtype=np.float32)
 NOISE = 0.5  # of a gradient, per element
 ODD, ODD_LOSS = 0.01, 6.0  # share of odd documents, and by how much their loss is higher
 Fault = Callable[[torch.Tensor], torch.Tensor]
@@ -59,28 +60,33 @@ class Told:
 
 
 class Worker:
-    """One slot: Adam's moments."""
+    """One slot: Adam's moments. In numpy, whose calls cost a third of torch's on so few numbers."""
 
     def __init__(self, noise: torch.Generator):
         self.noise = noise
         self.forget()
 
     def forget(self) -> None:
-        self.m, self.v, self.t = torch.zeros(SIZE), torch.zeros(SIZE), 0
+        self.m, self.v = np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32)
+        self.t = 0
 
     def train(self, base: torch.Tensor, rates: list[float]) -> tuple[torch.Tensor, float]:
         """base - local after steps of these learning rates; the mean loss of a batch."""
-        x, total = base.clone(), 0.0
-        for rate in rates:
-            total += 0.5 * (SPECTRUM * x * x).sum().item()
+        x, total, m, v = base.numpy().copy(), 0.0, self.m, self.v
+        noise = torch.empty(len(rates), SIZE)
+        noise.normal_(0, NOISE / math.sqrt(BATCH), generator=self.noise)
+        for rate, drawn in zip(rates, noise.numpy(), strict=True):
             gradient = SPECTRUM * x
-            gradient += torch.empty(SIZE).normal_(0, NOISE / math.sqrt(BATCH), generator=self.noise)
+            total += 0.5 * float(gradient @ x)
+            gradient += drawn
             self.t += 1
-            self.m.mul_(0.9).add_(gradient, alpha=0.1)
-            self.v.mul_(0.95).addcmul_(gradient, gradient, value=0.05)
-            m, v = self.m / (1 - 0.9**self.t), self.v / (1 - 0.95**self.t)
-            x.addcdiv_(m, v.sqrt_().add_(1e-8), value=-rate)
-        return base - x, total / len(rates)
+            m *= 0.9
+            m += 0.1 * gradient
+            v *= 0.95
+            v += 0.05 * gradient * gradient
+            root = np.sqrt(v / (1 - 0.95**self.t)) + 1e-8
+            x -= rate / (1 - 0.9**self.t) * m / root
+        return base - torch.from_numpy(x), total / len(rates)
 
 
 class Run:
