@@ -14,7 +14,8 @@ remembered; both return nothing and raise what is wrong. What goes wrong:
                  changed nothing). Before the answer of Redis: the command has been executed
     torn         SIGKILL when half of the bytes are written
     lost         the machine is gone: Redis is empty, and what was not fsynced is cut off. Names
-                 survive in the order in which they were made, as in any journal
+                 survive in the order in which they were made, as in any journal. (Without Redis,
+                 where all is fsynced, that is what `killed` is)
     refused      ENOSPC or EIO (with half of the bytes written), no connection to Redis
     unanswered   it was done, and the caller hears of an error: EIO, or a connection lost
 
@@ -24,6 +25,7 @@ run in which the nth operation is not the one that was counted is an error of th
 
 import builtins
 import contextlib
+import ctypes
 import errno
 import fcntl
 import gc
@@ -67,6 +69,7 @@ CHANGES = {f"os.{name}" for name in (*NAMES, "chmod", "truncate", "chown", "utim
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 UNCOUNTED = ("line",)  # threads that only read
 PATIENCE_S = 60
+HUGE, MADV_COLLAPSE = 2 << 20, 25  # madvise(2), of Linux 6.1
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Edge:
     def __init__(self, point: Point, world: "World"):
         self.point, self.world = point, world
         self.names: list[str] = []
+        self.loses: list[bool] = []  # by operation: would the machine's end lose something?
         self.passed_by: list[str] = []
         self._mine = threading.local()  # a thread's: is it in an operation, has it asked Redis
         self._down = False
@@ -118,6 +122,7 @@ class Edge:
         self._mine.busy = True
         try:
             self.names.append(name)
+            self.loses.append(bool(self._synced or self.world.client))
             if len(self.names) != self.point.at:
                 return do()
             if name != self.point.name:
@@ -335,6 +340,19 @@ class Ended:
         return self.said["error"]
 
 
+def fold_memory() -> None:
+    """Let this process have huge pages, if the kernel can give them: it copies a fork's table of
+    pages, and undoes it, for most of the time of a child."""
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, mode, _, _, _, *name = line.split(maxsplit=5)
+        if mode == "rw-p" and name in ([], ["[heap]"]):
+            start, stop = (int(each, 16) for each in span.split("-"))
+            for at in range(-(-start // HUGE) * HUGE, stop - HUGE + 1, HUGE):
+                libc.madvise(at, HUGE, MADV_COLLAPSE)
+
+
 def in_child(action: Callable[[], object]) -> Ended:
     """Fork, run, and hear what it returned or raised."""
     reader, writer = os.pipe()
@@ -384,12 +402,12 @@ class Tally:
         return f"{self.operations} operations, {self.points} points ({ways}), {wrong} violations"
 
 
-def points(names: list[str]) -> Iterator[Point]:
+def points(names: list[str], loses: list[bool]) -> Iterator[Point]:
     """Every one, but for deaths that leave the same world as the one before."""
     changed = {KILLED: True, LOST: True}
-    for at, name in enumerate(names, 1):
+    for at, (name, is_lost) in enumerate(zip(names, loses, strict=True), 1):
         for way in WAYS[name]:
-            if changed.get(way, True):
+            if changed.get(way, True) and (is_lost or way != LOST):
                 yield Point(at, name, way)
         for way, changes in (KILLED, name not in UNCHANGING), (LOST, name in ON_DISK):
             changed[way] = changes or (changed[way] and way not in WAYS[name])
@@ -401,30 +419,35 @@ def try_all(
     check: Callable[[Point], object],
     also: Callable[[Edge], None] = lambda edge: None,
     most: int = sys.maxsize,
+    ways: tuple[str, ...] = (*DEATHS, REFUSED, UNANSWERED),
 ) -> Tally:
-    """Every point of act(); the first `most` violations are enough."""
+    """Every point of act() that goes wrong in one of these ways; the first `most` violations are
+    enough."""
 
     def watched(point: Point) -> dict:
         edge = Edge(point, world)
         edge.install(also)
         act()
-        return {"names": edge.names, "passed_by": edge.passed_by}
+        return {"names": edge.names, "loses": edge.loses, "passed_by": edge.passed_by}
 
     def wrong_after(point: Point) -> str:
         return in_child(lambda: check(point) and None).error
 
+    fold_memory()
     world.freeze()
     for _ in range(2):  # the first time, Redis does not have the scripts
         world.thaw()
         counted = in_child(lambda: watched(NOWHERE))
         assert not counted.error, counted.error
-    names, passed_by = counted.said["result"]["names"], counted.said["result"]["passed_by"]
+    names, loses, passed_by = counted.said["result"].values()
     assert names, "nothing happens"
     assert not passed_by, f"uncounted: {passed_by}"
     tally = Tally(len(names))
     unharmed = wrong_after(NOWHERE)
     assert not unharmed, unharmed
-    for point in points(names):
+    for point in points(names, loses):
+        if point.way not in ways:
+            continue
         world.thaw()
         died = in_child(lambda point=point: watched(point))
         tally.tried[point.way] += 1

@@ -277,4 +277,4 @@ def test_a_control_file_written_in_place_is_found(world, run, monkeypatch):
 
     monkeypatch.setattr(rundir, "write_atomic", write)
     tally = try_all(world, lambda: run.set_control(max=2), lambda _: run.control())
-    assert {each.split(" at ")[0] for each in tally.violations} >= {"torn", "lost"}
+    assert {each.split(" at ")[0] for each in tally.violations} >= {"torn", "killed"}

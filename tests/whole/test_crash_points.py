@@ -9,6 +9,7 @@ once, the thing that was interrupted happened wholly or not at all, and what was
 away. Only small records on their way (a temporary name, see durable.py) may stay, one per death.
 """
 
+import functools
 import io
 import json
 import os
@@ -24,6 +25,7 @@ from unittest import mock
 
 import pytest
 import torch
+from redis import utils
 from torch import nn
 
 from conftest import start_redis
@@ -232,6 +234,9 @@ def world(tmp_path, server, monkeypatch) -> World:
     monkeypatch.setattr(durable, "AGAIN_S", (0.01, 0.01))
     monkeypatch.setattr(os, "fsync", lambda _: None)  # what it is for, crashing.py plays
     torch.set_num_threads(1)
+    # What every child would do again: import torch's compiler, and read redis-py's version.
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    monkeypatch.setattr(utils, "get_lib_version", functools.cache(utils.get_lib_version))
     tempfile.gettempdir()  # finds out by writing a file, the first time somebody in torch asks
     client = server.client()
     client.flushall()
@@ -257,7 +262,7 @@ def run(world, settings) -> RunDir:
 
 
 def learner(run: RunDir, slot: int, attempt: int, notice: Notice) -> LocalSGD:
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)  # and of no GPU: that takes ten times as long
     model = nn.Linear(8, 1)  # two fragments
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     place = Place(run, slot, attempt, "4711", notice_s=6.0)
@@ -456,7 +461,7 @@ def test_a_checkpoint(world, run, request):
         found = sorted(path.name for path in (run.path / "checkpoints").iterdir())
         assert found == [f"step-0000000{n}{end}" for n in (5, 6) for end in ("", ".json")]
 
-    report(request, try_all(world, act, check))
+    report(request, try_all(World(world.folder), act, check))  # it knows no Redis
     assert all(path.exists() for path in came_out.values())
 
 
@@ -470,7 +475,7 @@ def test_bytes_that_are_not_durable_before_the_commit_are_found(world, run, monk
         if run.commits.newest_version() == 0:
             assert_sound(run)
 
-    tally = try_all(world, lambda: create_version_0(run), check, most=1)
+    tally = try_all(world, lambda: create_version_0(run), check, most=1, ways=(LOST,))
     (violation,) = tally.violations
     assert violation.startswith(f"{LOST} at")
     assert "committed file is damaged" in violation
@@ -484,5 +489,5 @@ def test_a_version_that_never_gets_its_name_is_found(world, run, monkeypatch):
         if run.commits.newest_version() == 0:
             read_layout(run, 0)
 
-    tally = try_all(world, lambda: create_version_0(run), check, most=1)
-    assert tally.violations[0].startswith(f"{KILLED} at")
+    tally = try_all(world, lambda: create_version_0(run), check, most=1, ways=(KILLED,))
+    assert tally.violations

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import test_crash_points as played
-from crashing import World, in_child
+from crashing import World, fold_memory, in_child
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice
@@ -160,6 +160,7 @@ def try_each(world: World, act: Callable[[], object], check: Callable[[], object
         act()
         return {"names": files.names}
 
+    fold_memory()
     world.freeze()
     world.thaw()
     counted = in_child(failing)
