@@ -31,8 +31,8 @@ from elastic.saved.codec import CODECS
 from helpers import commit_of
 from merging import Rounds
 
-HEADERS = 100_000
-DELTAS = 3_000  # for each codec
+HEADERS = 30_000
+DELTAS = 1_000  # for each codec
 MORE_MEMORY = 64 << 20
 GOOD = {
     "run": "a", "slot": 3, "attempt": 2, "job_id": "17", "base": 5, "layout": "abc",
@@ -114,7 +114,7 @@ def intake() -> Intake:
     return Intake(server, averager, round_)
 
 
-def test_a_hundred_thousand_broken_headers_are_refused_and_a_good_one_is_taken(intake: Intake):
+def test_all_broken_headers_are_refused_and_a_good_one_is_taken(intake: Intake):
     draw, rules = random.Random(1), set()
     peak, rejected = Peak(), intake.server.store.rejected
     free = list(intake.round.ledger.free)
