@@ -33,12 +33,12 @@ REASONS = ("", "None", "Priority", "Resources,BeginTime", "JobHeldUser", "JobHel
 GOOD, BAD = ("done", "stopped", "yielded", "lost", "killed", "cancelled", "fenced"), ("failed",)
 
 BATCH = 20  # worlds per example of hypothesis, whose own work would else be most of the time
-many = settings(max_examples=300, deadline=None, database=None)
+many = settings(max_examples=150, deadline=None, database=None)
 AGO_S = (0.0, 1.0, 29.0, 31.0, 59.0, 61.0, 119.0, 121.0, 1799.0, 1801.0, 9000.0)
 
 
 def over_worlds(closing=("", "", "", "done", "failed", "stopped")):
-    """Call the test with 6,000 random worlds: hypothesis picks (and shrinks) sizes and seeds."""
+    """Call the test with 3,000 random worlds: hypothesis picks (and shrinks) sizes and seeds."""
     sizes = st.tuples(st.integers(0, 9), st.integers(0, 8), st.integers(0, 2))
 
     def decorate(rule):
@@ -148,7 +148,7 @@ def after(world, actions, now=NOW):
 # ---- rules over random worlds
 
 
-@settings(many, max_examples=1000)
+@settings(many, max_examples=500)
 @given(st.one_of(st.sampled_from(ENDED + QUEUED + STARTED + ODD), st.text(max_size=12)))
 def test_only_a_known_ended_state_frees_a_slot(state):
     word = state.split()[0].rstrip("+") if state.split() else ""
@@ -414,7 +414,7 @@ def test_at_most_eight_nodes_are_avoided():
 listings = st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=8)
 
 
-@settings(many, max_examples=600)
+@settings(many, max_examples=300)
 @given(listings, st.integers(0, 2**32))
 def test_every_end_is_news_once_and_no_job_is_forgotten_while_it_is_listed(rounds, seed):
     """Jobs come, change state, end, are purged; the listing is complete at every pass."""

@@ -37,7 +37,7 @@ from schedules.memory_redis import Client, Server as MemoryServer
 from stores import BothSides
 
 SCHEDULES = int(os.environ.get("ELASTIC_SCHEDULES", "6000"))
-SHARE = 7  # of the schedules one in so many is of local mode: they take longer
+SHARE = 15  # of the schedules one in so many is of local mode: they take longer
 TRAINING_BYTES, JOBS_BYTES = 121, 101
 MOST_UNTIL_NOTICED = 3000
 
