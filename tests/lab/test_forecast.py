@@ -22,7 +22,6 @@ from elastic.people import views
 from elastic.run import estimate
 from elastic.run.goodput import PARTS, Allocation, Work
 from helpers import ROOT, elastic, environment
-from running import TESTS
 from test_views import plain
 
 AWS = ROOT / "etc/traces/spot-addremove-aws-p3.csv"
@@ -336,16 +335,6 @@ def test_the_command_says_what_it_lacks(tmp_path):
     config.write_text('[run]\nscheduler = "local"\ncommand = ["x"]\n[train]\nepochs = 1\n')
     answer = elastic("plan", config, "--trace", AWS, env=environment(tmp_path))
     assert "only run.command knows the model" in answer.stderr
-
-
-def test_a_task_that_prints_is_described_all_the_same(tmp_path):
-    (tmp_path / "loud.py").write_text("from tiny_task import Tiny\nprint('hello')\n")
-    config = tmp_path / "loud.toml"
-    config.write_text('[run]\nscheduler = "local"\ntask = "loud:Tiny"\n[train]\nepochs = 1\n'
-                      '[task]\npace = "none"\n')  # fmt: skip
-    env = environment(tmp_path, PYTHONPATH=str(TESTS))
-    answer = elastic("submit", config, "--dry-run", "--no-try", env=env)
-    assert "parameters" in answer.stdout, answer.stderr
 
 
 def test_no_cost_that_a_run_has_shown_is_negative(run, monkeypatch):
