@@ -205,37 +205,32 @@ def test_a_property_says_where_the_layers_of_a_library_s_model_are(alone):
     assert [*model.state_dict()] == before
 
 
-def test_shards_validate_and_train_as_a_whole_model_does():
+def test_shards_validate_and_train_as_a_whole_model_does_and_are_compiled():
     """A first pass under inference_mode() left tensors that never train; a second one scored the
-    parameters of the first; Muon did not take a matrix with fewer rows than there are ranks."""
-    run_ranks(3, "sharded_ranks.py", "inference", "other_values", "restored", "muon")
+    parameters of the first; Muon did not take a matrix with fewer rows than there are ranks. Of
+    layers with activations recomputed, as etc/7b.toml has it, none was compiled."""
+    whats = ("inference", "other_values", "restored", "muon", "compiled")
+    run_ranks(3, "sharded_ranks.py", *whats)
 
 
-def test_each_layer_of_a_sharded_model_is_compiled():
-    """With activations recomputed, as etc/7b.toml has it, nothing was."""
-    run_ranks(2, "sharded_ranks.py", "compiled")
-
-
-def built(folder, kind: str, world: int = 3) -> list[dict]:
-    run_ranks(world, "model_ranks.py", kind, str(folder))
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+def built(folder, kind: str) -> list[dict]:
+    run_ranks(2, "model_ranks.py", kind, str(folder))
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
 def test_shards_that_were_never_one_have_the_same_values(tmp_path):
-    (alone,) = built(tmp_path, "Whole", 1)
-    for ranks in (built(tmp_path, "Whole"), built(tmp_path, "Bare")):
-        for rank in ranks:
-            assert rank["values"].keys() == alone["values"].keys()
-            for name, values in alone["values"].items():
-                assert torch.equal(rank["values"][name], values), name
+    alone = device.build_model(Whole(), CONFIG, torch.device("cpu"), Group()).state_dict()
+    for rank in built(tmp_path, "Bare"):
+        assert rank["values"].keys() == alone.keys()
+        for name, values in alone.items():
+            assert torch.equal(rank["values"][name], values), name
 
 
 def test_no_rank_has_memory_for_the_whole_of_a_large_model(tmp_path):
     whole_bytes = 4 * size_of(LARGE)
-    before = [rank["bytes"] for rank in built(tmp_path, "LargeWhole", 2)]
-    now = [rank["bytes"] for rank in built(tmp_path, "LargeBare", 2)]
-    assert min(before) > whole_bytes
-    assert max(now) < whole_bytes / 2 + 0.2 * whole_bytes  # its own part, and a layer's or two
+    more = [rank["bytes"] for rank in built(tmp_path, "LargeBare")]
+    assert min(more) > 0.4 * whole_bytes  # its own part
+    assert max(more) < whole_bytes / 2 + 0.2 * whole_bytes  # and a layer's or two
 
 
 class Tied(torch.nn.Module):
