@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,27 +18,26 @@ import torch
 from hypothesis import given, strategies as st
 
 import elastic
+import health_ranks
 from elastic.base.errors import ElasticError, Exit, UnfitNode
 from elastic.base.network import free_port
 from elastic.base.signals import Notice
 from elastic.train import device, health
 from elastic.train.group import Group
 from elastic.train.health import NaNDetector, ShutdownHandler, check_gpu_health
+from forks import stay_alone
 from helpers import PATIENCE, ROOT, wait_until
 
 SCRIPT = ROOT / "tests" / "health_ranks.py"
+PIPES = {**dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), "text": True}
 
 
 class Story:
     """One process of health_ranks.py."""
 
-    def __init__(self, *args: str, **env: object):
-        quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *args],
-            env={**os.environ, **quiet, **{name: str(value) for name, value in env.items()}},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+    def __init__(self, *args: str):
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen([sys.executable, str(SCRIPT), *args], env=env, **PIPES)
 
     def hear(self):
         line = self.process.stdout.readline()
@@ -52,6 +52,24 @@ class Story:
         return self.process.wait(timeout_s * PATIENCE)
 
 
+class Forked(Story):
+    """A function of it, in a child of this process, where torch is imported."""
+
+    def __init__(self, play: Callable[[], object], **env: object):
+        def act() -> None:  # and the child never comes to `true`
+            os.closerange(3, 1000)  # else Popen would wait for its end
+            sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), ("r", "w", "w"))
+            os.environ.update({name: str(value) for name, value in env.items()})
+            stay_alone()
+            try:
+                play()
+            finally:
+                traceback.print_exc()
+                os._exit(1)
+
+        self.process = subprocess.Popen(["true"], preexec_fn=act, **PIPES)
+
+
 @contextlib.contextmanager
 def told(*stories: Story) -> Iterator[None]:
     try:
@@ -63,11 +81,9 @@ def told(*stories: Story) -> Iterator[None]:
 
 
 def start_ranks(world: int) -> list[Story]:
-    port = free_port("127.0.0.1")
-    return [
-        Story("ranks", RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        for rank in range(world)
-    ]
+    group = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port("127.0.0.1"),
+             "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    return [Forked(health_ranks.ranks, RANK=rank, **group) for rank in range(world)]
 
 
 def test_ranks_agree_and_the_silent_ones_are_named():
@@ -104,7 +120,7 @@ def test_a_ping_ends_when_the_rank_that_keeps_the_store_is_stopped():
 
 
 def test_a_hang_shows_all_stacks_and_ends_the_process_and_a_suspension_does_not():
-    story = Story("hang", RANK=0)
+    story = Forked(health_ranks.hang)
     with told(story):
         assert story.hear() == "ready"
         story.process.send_signal(signal.SIGSTOP)
