@@ -23,8 +23,9 @@ from pathlib import Path
 
 import pytest
 
+import peer_ranks
 from elastic.base.network import free_port
-from forks import as_nobody
+from forks import as_nobody, exit_code, start_child
 from helpers import PATIENCE, ROOT, elastic, environment, wait_until
 
 RANK = str(ROOT / "sbatch" / "rank.sh")
@@ -481,17 +482,35 @@ def test_who_attaches_to_unequal_nodes_takes_what_the_smallest_has(tmp_path):
 
 
 def meet(*stories: str, timeout_s=30.0, nodes=9, **extra: str) -> list[dict]:
-    """What the ranks of peer_ranks.py say, each on a pretended node or all on one."""
+    """What the ranks of peer_ranks.py say, each on a pretended node or all on one. They are forked
+    from here, where torch is imported."""
     env = given(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port("127.0.0.1")), SLURM_JOB_ID="7",
         WORLD_SIZE=str(len(stories)), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
         SLURM_JOB_NODELIST=f"n[1-{len(stories)}]", SLURM_TASKS_PER_NODE=f"1(x{len(stories)})",
     ) | extra  # fmt: skip
-    script = str(ROOT / "tests" / "peer_ranks.py")
-    command = [sys.executable, script, str(timeout_s), str(nodes), *stories]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60 * PATIENCE)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    reader, writer = os.pipe()
+
+    def play() -> bool:
+        os.setpgid(0, 0)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv[1:] = [str(timeout_s), str(nodes), *stories]
+        with os.fdopen(writer, "w") as sys.stdout:
+            peer_ranks.main()
+        return True
+
+    child = start_child(play)
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as answer:
+            said = answer.read()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        code = exit_code(child)
+    assert said, f"exit code {code}"
+    return json.loads(said)
 
 
 @pytest.fixture
