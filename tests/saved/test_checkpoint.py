@@ -10,7 +10,9 @@ import itertools
 import json
 import os
 import subprocess
+import sys
 import time
+import traceback
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
@@ -20,16 +22,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import checkpoint_ranks
 from checkpoint_ranks import assert_equal, everything, make, noted, train
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.network import free_port
+from elastic.base.signals import die_with_parent
 from elastic.saved import inner_state, storage
 from elastic.saved.checkpoint import Checkpoints, steps
 from elastic.saved.drafts import Draft
 from elastic.train.group import Group
 from forks import at_nth_step, in_children
 from helpers import wait_until
-from ranks import run_ranks
 
 SAVE = (torch, "save")  # a step like those of `os`
 
@@ -75,7 +79,22 @@ def record_path(run, step):
 
 
 def ranks(world, what, run):
-    run_ranks(world, "checkpoint_ranks.py", what, str(run.path))
+    """Forked from here, where torch is imported."""
+    meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+               "MASTER_PORT": str(free_port("127.0.0.1"))}  # fmt: skip
+
+    def play(rank):
+        die_with_parent()
+        os.environ |= {**meeting, "RANK": str(rank)}
+        sys.argv[1:] = [what, str(run.path)]
+        try:
+            checkpoint_ranks.main()
+        except BaseException:
+            traceback.print_exc()
+            raise
+        return True
+
+    assert in_children([partial(play, rank) for rank in range(world)]) == [0] * world
 
 
 def test_a_checkpoint_is_the_same_bit_for_bit_at_another_number_of_ranks(run):
@@ -499,7 +518,15 @@ def test_a_skipped_step_is_replaced_when_it_is_saved_again(run, damage):
 # ---- a failure at every step; death: tests/whole/test_crash_points.py ---------------------------
 
 
-def test_a_commit_that_fails_at_any_step_raises_and_loses_nothing(run, fast):
+def small(seed):
+    """A model of few files, which trains as that of `make`, and its optimizer."""
+    torch.manual_seed(seed)
+    net = torch.nn.Linear(7, 1)
+    return net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+
+
+def test_a_commit_that_fails_at_any_step_raises_and_loses_nothing(run, fast, monkeypatch):
+    monkeypatch.setitem(globals(), "make", small)
     save(run, 1)
     for number in itertools.count(1):
         fired, raised = [], False
