@@ -50,7 +50,7 @@ def recorded(tmp_path_factory) -> RunDir:
 def record(home: Path, compression: str) -> RunDir:
     """A run whose workers join, are preempted with notice, killed, and late."""
     gate = home / "gate"
-    with two_at_work(home, {"local_sgd.compression": compression}, samples=10**6) as run:
+    with at_work(home, {"local_sgd.compression": compression}, samples=10**6) as run:
         run.until(lambda: run.version >= 2, 60, "two versions")
         with joining(run, gate, slot=2, attempt=1):
             run.run.set_control(max=3)
@@ -62,12 +62,13 @@ def record(home: Path, compression: str) -> RunDir:
 
 
 @contextlib.contextmanager
-def two_at_work(home: Path, settings: dict, samples: int) -> Iterator[Running]:
-    """Both join version 0 before anybody moves: who joins while a round closes is late for it."""
-    gate = home / "gate"
+def at_work(home: Path, settings: dict, samples: int) -> Iterator[Running]:
+    """All join version 0 before anybody moves: who joins while a round closes is late for it."""
+    gate, settings = home / "gate", SETTINGS | settings
     gate.touch()
-    with running(home, SETTINGS | settings, samples=samples, gate=str(gate)) as run:
-        run.until(lambda: places(run) == [("training", 0)] * 2, 60, "two workers at version 0")
+    with running(home, settings, samples=samples, gate=str(gate)) as run:
+        all_there = [("training", 0)] * settings["elastic.max"]
+        run.until(lambda: places(run) == all_there, 60, "all workers at version 0")
         gate.unlink()
         yield run
 
@@ -183,8 +184,8 @@ def test_the_processes_end_in_exactly_the_parameters_of_the_simulator(recorded):
 
 def test_adamw_and_validations_on_the_way_end_there_too(tmp_path):
     """The recorded run has the default, Muon."""
-    settings = {"train.optimizer": "adamw", "train.validate_every": STEPS}
-    with two_at_work(tmp_path, settings, samples=600) as run:
+    settings = {"elastic.max": 1, "train.optimizer": "adamw", "train.validate_every": STEPS}
+    with at_work(tmp_path, settings, samples=300) as run:
         run.finish()
         assert len(run.run.scores.read()) > 1
         assert differs(run.run) == 0
