@@ -12,8 +12,9 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,14 +22,21 @@ import pytest
 import torch
 
 from elastic.base import durable
-from elastic.base.durable import read_json
+from elastic.base.config import load
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.signals import Notice
 from elastic.jobs import cadence
-from elastic.run.rundir import RunDir
+from elastic.people.evaluation import evaluate
+from elastic.run.rundir import Control, RunDir
 from elastic.run.shuffle import index
 from elastic.run.sound import SCORES
-from elastic.saved.checkpoint import Checkpoints, find_newest, read_params, reader_of
+from elastic.saved.checkpoint import (
+    Checkpoints,
+    find_newest,
+    read_params,
+    reader_of,
+    steps as saved_steps,
+)
 from elastic.saved.layout import Layout
 from elastic.saved.replica import shapes
 from elastic.sync.batches import Batches
@@ -37,7 +45,7 @@ from elastic.sync.saving import Saving, State
 from elastic.sync.trainer import Trainer
 from elastic.train.group import Group
 from helpers import commit_of, elastic, environment, wait_until
-from running import TESTS, Running, members, running
+from running import SETTINGS, Running, members, running, toml
 from tiny_task import Net, Tiny
 
 BATCH, INTERVAL = 10, 10
@@ -54,9 +62,6 @@ SYNC = {
 }
 
 
-TWO = {"elastic.max": 2}
-
-
 @contextlib.contextmanager
 def synchronous(home: Path, settings: dict | None = None, **task) -> Iterator[Running]:
     """So slow, until `finish`, that the run is not over before the test has acted: a rank makes
@@ -66,44 +71,34 @@ def synchronous(home: Path, settings: dict | None = None, **task) -> Iterator[Ru
         yield run
 
 
-def steps(run: Running) -> list[dict]:
+def lines_of(run: RunDir) -> list[dict]:
     """What rank 0 wrote of every step that was taken, in the order of writing."""
-    path = run.run.path / "metrics.jsonl"
+    path = run.path / "metrics.jsonl"
     # The last line may be on its way.
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def steps(run: Running) -> list[dict]:
+    return lines_of(run.run)
 
 
 def step(run: Running) -> int:
     return max((line["step"] for line in steps(run)), default=0)
 
 
-def checkpoints(run: Running) -> list[int]:
-    """The steps of those that are there."""
-    return sorted(int(path.stem[5:]) for path in run.run.path.glob("checkpoints/step-*.json"))
-
-
 def is_past_a_checkpoint(run: Running) -> bool:
-    return step(run) > max(checkpoints(run), default=math.inf)
+    return step(run) > max(saved_steps(run.run), default=math.inf)
 
 
-def at_work(run: Running) -> str:
+def at_work(run: RunDir) -> str:
     """What the ranks are at, by what they tell."""
-    return (run.run.jobs.progress() or {}).get("state", "")
+    return (run.jobs.progress() or {}).get("state", "")
 
 
 def further(run: Running, count: int, timeout_s: float = 60) -> None:
     """Wait for steps beyond the newest."""
     goal = step(run) + count
     run.until(lambda: step(run) >= goal, timeout_s, f"step {goal}")
-
-
-def resize(run: Running, gpus: int) -> None:
-    """Take the job away with notice; from now on there are so many GPUs."""
-    job = run.jobs()["trainer", 0]
-    run.set_capacity(gpus)
-    run.scheduler.preempt(job.job_id)
-    assert run.ended(job.job_id)["outcome"] == "yielded"
-    run.until(lambda: steps(run)[-1]["world"] == gpus, 60, f"{gpus} ranks train")
 
 
 def finish(run: Running) -> list[dict]:
@@ -116,12 +111,60 @@ def finish(run: Running) -> list[dict]:
     return steps(run)
 
 
+# ---- the one rank of a job, in this process
+
+
+def made(home: Path, settings: dict | None = None, **task) -> RunDir:
+    """A run that no job has yet."""
+    task = {"samples": 600, "pace": "", **task}
+    settings = {**SETTINGS, **SYNC, **(settings or {})}
+    settings |= {f"task.{key}": value for key, value in task.items()}
+    (config := home / f"{home.name}.toml").write_text("\n".join(toml(settings)))
+    control = Control("sync", "running", 1, settings["elastic.max"])
+    return RunDir.create(home / "runs", load(config), control, {})
+
+
+def trainer_of(run: RunDir, attempt: int = 1) -> Trainer:
+    return Trainer(Rank(run, run.config(), Group(), attempt, "7"), Notice())
+
+
+def told_at(step: int, run: RunDir, when: Callable[[], object] = lambda: True) -> int:
+    """Train until a notice comes, in the first pass after this step; the exit status. `when`: what
+    has to be true by then."""
+    trainer = trainer_of(run)
+    task, loss = trainer.learner.task, trainer.learner.task.loss
+
+    def hears(model, batch):
+        if trainer.state.step == step and not trainer.notice:
+            wait_until(when, 30, f"what is to be before the notice at step {step}")
+            trainer.notice.arrived(signal.SIGTERM)
+        return loss(model, batch)
+
+    task.loss = hears
+    return trainer.main()
+
+
+def events(run: RunDir, kind: str) -> list[dict]:
+    return [event for event in run.events() if event["kind"] == kind]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks: more wait for each other
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> list[dict]:
     """The steps of a run that nothing happens to, on one GPU."""
-    home = tmp_path_factory.mktemp("undisturbed")
-    with synchronous(home, {"elastic.max": 1}, step_s=0) as run:
-        return finish(run)
+    run = made(tmp_path_factory.mktemp("undisturbed"))
+    assert trainer_of(run).main() == Exit.OK
+    return lines_of(run)
+
+
+# ---- what is the same however a run has come there
 
 
 def assert_same_run(found: list[dict], wanted: list[dict]) -> None:
@@ -133,16 +176,12 @@ def assert_same_run(found: list[dict], wanted: list[dict]) -> None:
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4), one
 
 
-def test_another_job_follows_a_crash_where_nobody_has_cron(tmp_path):
-    """The pass after the job had to wait, and nobody made another one."""
-    with synchronous(tmp_path, {"sync.crash_retries": 0, "elastic.backoff": "2s"}) as run:
-        run.until(lambda: is_past_a_checkpoint(run), 60, "steps")
-        first = run.jobs()["trainer", 0].job_id
-        run.reconcile = lambda: None
-        run.kill("elastic.train.start trainer")
-        run.until(lambda: (run.run.jobs.progress() or {})["job_id"] != first, 60, "another job")
-        assert run.run.jobs.ending(first)["outcome"] == "failed"
-        finish(run)
+def repeated(found: list[dict], wanted: list[dict]) -> list[int]:
+    """How many steps came again in each attempt after the first. Else it is the same run."""
+    last = {line["step"]: line for line in found}
+    assert_same_run([last[number] for number in sorted(last)], wanted)
+    return [one["step"] + 1 - other["step"] for one, other in pairwise(found)
+            if other["attempt"] > one["attempt"]]  # fmt: skip
 
 
 @pytest.fixture
@@ -155,160 +194,176 @@ def temporary(monkeypatch) -> Iterator[Path]:
 
 def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(
         tmp_path, undisturbed, temporary):  # fmt: skip
-    """Nothing is left on its nodes: every process that loaded samples left a folder there."""
-    settings = {"elastic.max": 3, "local_scheduler.gpus": 2, "train.loader_workers": 1}
+    """By itself, when GPUs become free, and with notice. Nothing is left on its nodes: every
+    process that loaded samples left a folder there."""
+    settings = {"elastic.max": 3, "local_scheduler.gpus": 1, "train.loader_workers": 1,
+                "sync.grow_after": "1s"}  # fmt: skip
     with synchronous(tmp_path, settings) as run:
-        further(run, 5)
-        assert len(run.pids("elastic.train.start trainer")) == 2 + 2  # each rank with its loader
-        for gpus in (1, 3):
-            resize(run, gpus)
-            further(run, 4)
+        further(run, 3)
+        assert not run.events("cancel")
+        run.set_capacity(3)
+        run.until(lambda: steps(run)[-1]["world"] == 3, 60, "three ranks train")
+        (grown,) = run.events("cancel")
+        further(run, 3)
+        assert len(run.pids("elastic.train.start trainer")) == 3 + 3  # each rank with its loader
+        job = run.jobs()["trainer", 0]
+        run.set_capacity(1)
+        run.scheduler.preempt(job.job_id)
+        assert run.ended(job.job_id)["outcome"] == "yielded"
         lines = finish(run)
+    assert grown["reason"] == "it has 1 GPUs, and 3 are to be had"
     assert_same_run(lines, undisturbed)  # notice: no step is lost, none repeated
-    worlds = [line["world"] for line in lines]
-    changes = [now for now, then in zip(worlds, [0, *worlds], strict=False) if now != then]
-    assert changes == [2, 1, 3]
+    assert [world for world, _ in groupby(line["world"] for line in lines)] == [1, 3, 1]
     assert [*temporary.glob("pymp-*")] == []
 
 
-def test_a_run_grows_by_itself_when_gpus_become_free(tmp_path, undisturbed):
-    settings = {"elastic.max": 3, "local_scheduler.gpus": 1, "sync.grow_after": "1s"}
-    with synchronous(tmp_path, settings) as run:
-        further(run, 5)
-        assert not run.events("cancel")
-        run.set_capacity(2)
-        run.until(lambda: steps(run)[-1]["world"] == 2, 60, "two ranks train")
-        (grown,) = run.events("cancel")
-        lines = finish(run)
-    assert grown["reason"] == "it has 1 GPUs, and 2 are to be had"
-    assert_same_run(lines, undisturbed)
-
-
-def test_without_a_notice_at_most_one_checkpoint_interval_is_repeated(tmp_path, undisturbed):
-    with synchronous(tmp_path, TWO) as run:
+def test_a_rank_that_dies_or_hangs_costs_no_job_and_a_later_job_ends_all_alike(
+        tmp_path, undisturbed):  # fmt: skip
+    """Of a later job rank 0 left alone, the other died of that, and the launcher took the run
+    back."""
+    with synchronous(tmp_path, {"elastic.max": 2, "health.hang_timeout": "15s"}) as run:
         run.until(lambda: is_past_a_checkpoint(run), 60, "a checkpoint, and a step more")
-        run.scheduler.kill(run.jobs()["trainer", 0].job_id)
-        lines = finish(run)
-    last = {line["step"]: line for line in lines}
-    assert_same_run([last[number] for number in sorted(last)], undisturbed)
-    assert 0 < len(lines) - len(last) <= 2 * INTERVAL  # one, and what was being written
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
-def test_a_rank_that_dies_or_hangs_costs_no_job(tmp_path, undisturbed, how):
-    settings = {**TWO, **({"health.hang_timeout": "15s"} if how == signal.SIGSTOP else {})}
-    with synchronous(tmp_path, settings) as run:
-        run.until(lambda: is_past_a_checkpoint(run), 60, "a checkpoint, and a step more")
-        job = run.jobs()["trainer", 0]
-        before, attempt = len(run.events("restart")), steps(run)[-1]["attempt"]
-        run.kill("elastic.train.start trainer", how)
-        run.until(lambda: len(run.events("restart")) > before, 60, "the ranks are started again")
-        run.until(lambda: steps(run)[-1]["attempt"] > attempt, 60, "they train")
-        assert run.jobs()["trainer", 0].job_id == job.job_id
-        lines = finish(run)
-    last = {line["step"]: line for line in lines}
-    assert_same_run([last[number] for number in sorted(last)], undisturbed)
-
-
-def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path, undisturbed):
-    with synchronous(tmp_path, step_s=0.1) as run:
-        run.until(lambda: is_past_a_checkpoint(run), 60, "one that the next is on top of")
-        job = run.jobs()["trainer", 0]
-        run.set_capacity(0)
-        run.scheduler.preempt(job.job_id)
-        run.ended(job.job_id)
-        newest = sorted((run.run.path / "checkpoints").glob("step-*/"))[-1]
-        victim = next(newest.glob("*.distcp"))
-        data = bytearray(victim.read_bytes())
-        data[len(data) // 2] ^= 1
-        victim.write_bytes(data)
-        before = len(steps(run))
+        job_id = run.jobs()["trainer", 0].job_id
+        for attempt, how in ((2, signal.SIGKILL), (3, signal.SIGSTOP)):
+            run.kill("elastic.train.start trainer", how)
+            run.until(lambda n=attempt: steps(run)[-1]["attempt"] == n, 60, "they train again")
+            assert run.jobs()["trainer", 0].job_id == job_id
         run.set_capacity(1)
-        run.until(lambda: len(steps(run)) > before, 60, "it goes on")
-        (refused,) = run.events("checkpoint-refused")
-        assert victim.name in refused["reason"]
+        run.run.slots.claim(0, {"job_id": "another", "node": "n", "pid": 1, "time": 0.0})
+        end = run.ended(job_id)
+        assert (end["outcome"], end["reason"]) == ("fenced", "attempt 4 has the run now")
+        assert len(run.events("restart")) == 2
         lines = finish(run)
-    last = {line["step"]: line for line in lines}
-    assert_same_run([last[number] for number in sorted(last)], undisturbed)
+    lost = repeated(lines, undisturbed)
+    assert len(lost) == 3
+    assert all(0 <= each <= 2 * INTERVAL for each in lost)  # one, and what was being written
+
+
+def test_a_run_goes_on_after_a_crash_where_nobody_has_cron_and_after_a_kill_and_a_stop(
+        tmp_path, undisturbed):  # fmt: skip
+    """After a crash the job's last pass had to wait, and nobody made another one."""
+    settings = {"sync.crash_retries": 0, "elastic.backoff": "2s"}
+    with synchronous(tmp_path, settings, step_s=0.1) as run:
+        run.until(lambda: is_past_a_checkpoint(run), 60, "a checkpoint, and a step more")
+        first, (pid,) = run.jobs()["trainer", 0].job_id, run.pids("elastic.train.start trainer")
+        assert b"ELASTIC_NOTICE_S=30.0\0" in Path(f"/proc/{pid}/environ").read_bytes()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run, "reconcile", lambda: None)
+            run.kill("elastic.train.start trainer")
+            run.until(lambda: steps(run)[-1]["attempt"] == 2, 60, "another job")
+        assert run.run.jobs.ending(first)["outcome"] == "failed"
+        run.scheduler.kill(run.jobs()["trainer", 0].job_id)
+        run.until(lambda: steps(run)[-1]["attempt"] == 3, 60, "a third job")
+        assert elastic("stop", run.run.path, env=environment(run.home)).returncode == 0
+        run.until(lambda: not run.jobs(), 60, "the job leaves")
+        reached = step(run)
+        time.sleep(0.5)
+        run.reconcile()
+        assert (run.jobs(), step(run)) == ({}, reached)
+        assert elastic("scale", run.run.path, env=environment(run.home)).returncode == 0
+        lines = finish(run)
+    crashed, killed, stopped = repeated(lines, undisturbed)
+    assert 0 < crashed <= 2 * INTERVAL  # one, and what was being written
+    assert 0 < killed <= 2 * INTERVAL
+    assert stopped == 0
 
 
 BAD_STEP = 13  # trains the sample that is not a number
+SPOILED = {"nan_sample": index(300, 0, 0, BAD_STEP * BATCH + 3), "samples": 300}
 
 
-@pytest.mark.parametrize("action", ["skip", "rollback", "stop", "warn"])
+def assert_left_out(lines: list[dict]) -> None:
+    """The bad batch, and no other one."""
+    last = {line["step"]: tuple(line["samples"]) for line in lines}
+    wanted = [(at, at + BATCH) for at in range(0, 300, BATCH) if at != BAD_STEP * BATCH]
+    assert [last[number] for number in sorted(last)] == wanted
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback", "warn"])
 def test_a_batch_that_is_not_finite_is_dealt_with_as_the_run_says(tmp_path, action):
-    bad = index(300, 0, 0, BAD_STEP * BATCH + 3)
-    settings = {"health.nan_action": action, "elastic.max_failures": 1, "sync.crash_retries": 0,
-                "checkpoint.interval": "5 steps", "train.validate_every": 20}
-    # A part of one sample has no statistics; two ranks have such a part.
-    settings |= {"elastic.max": 2} if action == "rollback" else {"run.task": "tiny_task:Normed"}
-    with synchronous(tmp_path, settings, samples=300, nan_sample=bad, step_s=0.02) as run:
-        if action in ("stop", "warn"):
-            failed = run.until_failed(120)
-            events = run.events("not-finite")
-        else:
-            lines, events = finish(run), run.events("not-finite")
-            [score] = run.run.scores.read()
-            assert math.isfinite(score.loss)
-    assert (events[0]["step"], events[0]["action"]) == (BAD_STEP, action)
-    if action == "stop":
-        assert re.search(f"step {BAD_STEP}: .*gradient norm nan", failed["detail"])
-        assert len(events) == 1
-    elif action == "warn":  # the step is taken, and all that follow are lost: the run is stopped
-        assert [event["action"] for event in events] == ["warn"] * 5 + ["stop"]
+    settings = {"health.nan_action": action, "run.task": "tiny_task:Normed",
+                "checkpoint.interval": "5 steps", "train.validate_every": 20}  # fmt: skip
+    run = made(tmp_path, settings, **SPOILED)
+    if action == "warn":  # the step is taken, and all that follow are lost: the run is stopped
+        with pytest.raises(ElasticError, match="stop: bad step 6 in a row, 5 are allowed"):
+            trainer_of(run).main()
     else:
-        last = {line["step"]: tuple(line["samples"]) for line in lines}
-        left_out = (BAD_STEP * BATCH, (BAD_STEP + 1) * BATCH)
-        wanted = [(at, at + BATCH) for at in range(0, 300, BATCH) if at != left_out[0]]
-        assert [last[number] for number in sorted(last)] == wanted
-        assert (len(lines) > len(last)) == (action == "rollback")  # steps 11 to 13 again
+        assert trainer_of(run).main() == Exit.OK
+        assert_left_out(lines_of(run))
+        [score] = run.scores.read()
+        assert math.isfinite(score.loss)
+    told = events(run, "not-finite")
+    assert (told[0]["step"], told[0]["action"]) == (BAD_STEP, action)
+    assert len(told) == (6 if action == "warn" else 1)
+    reached = [line["step"] for line in lines_of(run)]
+    assert (len(reached) > len({*reached})) == (action == "rollback")  # steps 11 to 13 again
 
 
-def test_a_batch_of_padding_alone_has_no_loss_and_spoils_none(tmp_path):
+def test_a_run_that_its_trainer_stops_has_failed_in_its_words(tmp_path):
+    settings = {"health.nan_action": "stop", "elastic.max_failures": 1, "sync.crash_retries": 0}
+    with synchronous(tmp_path, settings, **SPOILED, step_s=0.02) as run:
+        failed = run.until_failed(120)
+        (told,) = run.events("not-finite")
+    assert (told["step"], told["action"]) == (BAD_STEP, "stop")
+    assert re.search(f"step {BAD_STEP}: .*gradient norm nan", failed["detail"])
+    assert "hint: lower train.learning_rate" in failed["detail"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_batch_of_padding_alone_has_no_loss_and_spoils_none(tmp_path, size):
     """Its batches were skipped, and of too many in a row the run ended; here sample 0 is all
     padding, and tokens do not count it, and batches are of one or two samples."""
-    for size in (1, 2):
-        (home := tmp_path / str(size)).mkdir()
-        settings = {"run.task": "tiny_task:Masked", "sync.global_batch_size": size,
-                    "train.batch_size": 1}  # fmt: skip
-        with synchronous(home, settings, samples=100, step_s=0) as run:
-            lines = finish(run)
-            assert not run.events("not-finite")
-        losses = [line["loss"] for line in lines]
-        assert len(losses) == 100 / size
-        assert all(map(math.isfinite, losses))
-        assert len({*losses}) > len(losses) / 2
+    settings = {"run.task": "tiny_task:Masked", "sync.global_batch_size": size,
+                "train.batch_size": 1}  # fmt: skip
+    run = made(tmp_path, settings, samples=100)
+    assert trainer_of(run).main() == Exit.OK
+    assert not events(run, "not-finite")
+    losses = [line["loss"] for line in lines_of(run)]
+    assert len(losses) == 100 / size
+    assert all(map(math.isfinite, losses))
+    assert len({*losses}) > len(losses) / 2
 
 
-def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path):
-    with synchronous(tmp_path, TWO) as run:  # what one is refused, both must know
-        run.until(lambda: step(run) >= 5, 60, "the first steps")
-        folder = run.run.path / "checkpoints"
-        folder.rename(tmp_path / "away")
-        folder.write_text("no folder: every write fails")
-        run.until(lambda: run.events("checkpoint-failed"), 60, "a checkpoint that fails")
-        folder.unlink()
-        (tmp_path / "away").rename(folder)
+def refuse_a_checkpoint(run: Running) -> None:
+    """By a disk that takes no file, until there is word of it."""
+    folder, away = run.run.path / "checkpoints", run.home / "away"
+    folder.rename(away)
+    folder.write_text("no folder: every write fails")
+    run.until(lambda: run.events("checkpoint-failed"), 60, "a checkpoint that fails")
+    folder.unlink()
+    away.rename(folder)
+
+
+def test_ranks_go_through_a_full_disk_a_bad_batch_and_a_notice_together(tmp_path):
+    """And through looks after their health, each step: two of the three that there are, as no
+    other size is allowed. What one is refused or told, both must know."""
+    settings = {"elastic.max": 3, "sync.sizes": [1, 2], "local_scheduler.gpus": 3,
+                "health.liveness_interval": "0.1s", "health.nan_action": "rollback",
+                "checkpoint.interval": "5 steps", "train.validate_every": 20}  # fmt: skip
+    with synchronous(tmp_path, settings, **SPOILED, step_s=0.5, validation_passes=100) as run:
+        run.until(lambda: step(run) > 0, 60, "the first step")
+        answer = elastic("status", run.run.path, "--json", env=environment(run.home))
+        seen = json.loads(answer.stdout)
+        refuse_a_checkpoint(run)
+        run.pace(0.2)
+        run.until(lambda: at_work(run.run) == "validating", 60, "a validation")
+        assert step(run) == 20
+        job = run.jobs()["trainer", 0]
+        run.scheduler.preempt(job.job_id)
+        assert run.ended(job.job_id)["outcome"] == "yielded"
+        assert not run.run.scores.read()
         lines = finish(run)
-    assert [line["step"] for line in lines] == list(range(1, 61))
-
-
-def test_a_later_job_of_the_run_ends_all_ranks_alike(tmp_path):
-    """Rank 0 left alone, the other died of that, and the launcher took the run back."""
-    with synchronous(tmp_path, TWO) as run:
-        run.until(lambda: step(run) >= 5, 60, "the first steps")
-        job_id = run.jobs()["trainer", 0].job_id
-        run.run.slots.claim(0, {"job_id": "another", "node": "n", "pid": 1, "time": 0.0})
-
-        def end() -> dict | None:
-            said = run.run.jobs.ending(job_id)
-            return said if said["state"] == "ended" else None
-
-        run.until(end, 30, "its end")
-        why = "attempt 2 has the run now"
-        assert (end()["outcome"], end()["reason"]) == ("fenced", why)
+        (told,) = run.events("not-finite")
         assert not run.events("restart")
-        finish(run)
+    assert (seen["mode"], seen["state"], len(seen["workers"])) == ("sync", "running", 2)
+    assert (seen["reason"], seen["tokens_goal"]) == ("every 5 steps: checkpoint.interval", 300)
+    assert (told["step"], told["action"]) == (BAD_STEP, "rollback")
+    assert_left_out(lines)
+    reached = [line["step"] for line in lines]
+    assert reached == [*range(1, 14), *range(reached[13], 30)]  # the disk has cost no step
+    assert reached[13] in (6, 11)  # the rollback, to the newest checkpoint
+    assert {line["world"] for line in lines} == {2}
+    assert [line["step"] for line in run.run.lines(SCORES)] == [20]  # it came again
 
 
 @pytest.fixture
@@ -327,22 +382,31 @@ def test_a_trainer_leaves_when_a_master_commits_what_it_was_about_to(run):
         wishes.fence()
 
 
+def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path, undisturbed):
+    run = made(tmp_path)
+    assert told_at(25, run, lambda: saved_steps(run)) == Exit.TRY_AGAIN
+    newest = sorted((run.path / "checkpoints").glob("step-*/"))[-1]
+    victim = next(newest.glob("*.distcp"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    assert trainer_of(run, 2).main() == Exit.OK
+    (refused,) = events(run, "checkpoint-refused")
+    assert victim.name in refused["reason"]
+    (lost,) = repeated(lines_of(run), undisturbed)
+    assert 0 < lost <= 2 * INTERVAL
+
+
 def test_where_the_notice_is_shorter_than_a_save_the_newest_checkpoint_has_to_do(
-    tmp_path, undisturbed
+    tmp_path, undisturbed, monkeypatch, capsys
 ):
-    """The scheduler says 1 s (which is no time at all, with the margin), and gives more."""
-    with synchronous(tmp_path, {"local_scheduler.grace": "1s"}, step_s=0.1) as run:
-        run.until(lambda: checkpoints(run), 60, "a checkpoint")
-        run.pace(1)  # the next one is far away
-        run.until(lambda: is_past_a_checkpoint(run), 60, "a checkpoint, and a step more")
-        run.scheduler.preempt(run.jobs()["trainer", 0].job_id, grace_s=60)
-        run.until(lambda: run.events("preempt"), 30, "the ranks leave")
-        lines = finish(run)
-        log = run.run.log_path("trainer", 0).read_text()
-    assert "s are left, and it takes" in log
-    last = {line["step"]: line for line in lines}
-    assert_same_run([last[number] for number in sorted(last)], undisturbed)
-    assert 0 < len(lines) - len(last) <= 2 * INTERVAL
+    """The scheduler says 1 s, which is no time at all, with the margin."""
+    monkeypatch.setenv("ELASTIC_NOTICE_S", "1")
+    run = made(tmp_path)
+    assert told_at(12, run, lambda: saved_steps(run)) == Exit.TRY_AGAIN
+    assert "s are left, and it takes" in capsys.readouterr().out
+    assert trainer_of(run, 2).main() == Exit.OK
+    assert repeated(lines_of(run), undisturbed) == [3]
 
 
 def test_a_checkpoint_that_is_being_written_is_finished_before_the_ranks_leave(rank):
@@ -497,50 +561,36 @@ def test_slurm_is_asked_what_a_notice_is_for_where_time_seems_short(rank, monkey
     assert 0 < wishes.left_s(45.0) <= 28
 
 
-def test_a_run_of_so_many_steps_is_looked_after(tmp_path):
-    settings = {"elastic.max": 3, "sync.sizes": [1, 2], "local_scheduler.gpus": 3,
-                "train.max_steps": 30, "health.liveness_interval": "0.1s"}  # fmt: skip
-    with synchronous(tmp_path, settings, step_s=0.02) as run:
-        lines = finish(run)
-    assert [line["step"] for line in lines] == list(range(1, 31))
-    assert {line["world"] for line in lines} == {2}  # of the 3 that it may have
-
-
 def test_a_notice_during_validation_ends_it_and_it_comes_again(tmp_path):
-    settings = {**TWO, "train.max_steps": 30, "train.validate_every": 10}
-    with synchronous(tmp_path, settings, step_s=0.1, validation_passes=300) as run:
-        run.until(lambda: at_work(run) == "validating", 60, "a validation")
-        assert step(run) == 10
-        job = run.jobs()["trainer", 0]
-        run.scheduler.preempt(job.job_id)
-        assert run.ended(job.job_id)["outcome"] == "yielded"
-        lines = finish(run)
-        assert at_work(run) == "saving"
-    assert [line["step"] for line in lines] == list(range(1, 31))
-    assert [line["step"] for line in run.run.lines(SCORES)] == [10, 20, 30]
-    found = run.run.scores.read()
+    run = made(tmp_path, {"train.max_steps": 30, "train.validate_every": 10})
+    assert told_at(10, run) == Exit.TRY_AGAIN
+    assert (lines_of(run)[-1]["step"], run.scores.read()) == (10, [])
+    assert trainer_of(run, 2).main() == Exit.OK
+    assert at_work(run) == "saving"
+    assert [line["step"] for line in lines_of(run)] == list(range(1, 31))
+    assert [line["step"] for line in run.lines(SCORES)] == [10, 20, 30]
+    found = run.scores.read()
     assert found[-1].loss < found[0].loss
 
 
 def test_a_validation_that_a_notice_ends_leaves_no_other_parameters(tmp_path, undisturbed):
     """A task may validate an average: the checkpoint had that, and the run trained on from it."""
     settings = {"train.validate_every": 7, "run.task": "tiny_task:Swapping"}
-    with synchronous(tmp_path, settings, samples=700, step_s=0.1, validation_passes=20) as run:
-        run.until(lambda: step(run) == 7 and at_work(run) == "validating", 60, "a validation")
-        run.pace(0.5)
-        job = run.jobs()["trainer", 0]
-        run.scheduler.preempt(job.job_id)
-        assert run.ended(job.job_id)["outcome"] == "yielded"
-        saved, _, _ = find_newest(run.run, Group())
-        (tensors,) = Layout.of(shapes(Net()), math.inf).fragments
-        held = read_params(reader_of(run.run, saved), tensors)
-        lines = finish(run)
-        env = environment(run.home, PYTHONPATH=str(TESTS))
-        told = [elastic("evaluate", run.run.path, env=env) for _ in range(2)]
-    assert told[0].stdout == told[1].stdout != "", "what is drawn, is drawn alike"
+    run = made(tmp_path, settings, samples=700)
+    assert told_at(7, run) == Exit.TRY_AGAIN
+    saved, _, _ = find_newest(run, Group())
+    (tensors,) = Layout.of(shapes(Net()), math.inf).fragments
+    held = read_params(reader_of(run, saved), tensors)
     assert (saved.step, held.count_nonzero()) == (7, len(held)), "those of the task are all 0"
-    samples = {line["step"]: line["samples"] for line in lines}
+    assert trainer_of(run, 2).main() == Exit.OK
+    samples = {line["step"]: line["samples"] for line in lines_of(run)}
     assert samples == {line["step"]: line["samples"] for line in undisturbed}
+    told = []
+    for _ in range(2):
+        torch.seed()
+        told.append(evaluate(run))
+    assert told[0] == told[1], "what is drawn, is drawn alike"
+    assert told[0]["step"] == 60
 
 
 def test_a_step_that_a_notice_ends_leaves_nothing_in_the_statistics(run, make_config):
@@ -584,64 +634,30 @@ def test_an_optimizer_whose_rate_is_0_is_refused(run, make_config, monkeypatch):
 
 def test_a_notice_is_heard_between_the_passes_of_a_step(tmp_path, undisturbed):
     """A step of many passes may take longer than the notice: nothing of it was used then."""
-    with synchronous(tmp_path) as run:
-        further(run, 2)
-        run.pace(8)  # seconds of a pass: 40 s of a step
-        time.sleep(0.5)  # till after the last short step, mostly: else nothing is shown
-        job = run.jobs()["trainer", 0]
-        run.scheduler.preempt(job.job_id, grace_s=25)
-        assert run.ended(job.job_id)["outcome"] == "yielded"
-        assert checkpoints(run)[-1] == step(run)
-        lines = finish(run)
-    assert_same_run(lines, undisturbed)
+    (tmp_path / "pace").write_text("0.2")
+    run = made(tmp_path, pace=str(tmp_path / "pace"))
+    assert told_at(2, run) == Exit.TRY_AGAIN
+    assert ([line["step"] for line in lines_of(run)], saved_steps(run)) == ([1, 2], [2])
+    (tmp_path / "pace").write_text("0")
+    assert trainer_of(run, 2).main() == Exit.OK
+    assert_same_run(lines_of(run), undisturbed)
 
 
 def test_an_optimizer_that_goes_on_from_copies_of_its_own_is_refused(tmp_path):
     """Its first step undid all training, at every restart."""
-    settings = {"run.task": "tiny_task:Copies", "elastic.max_failures": 1,
-                "sync.crash_retries": 0}  # fmt: skip
-    with synchronous(tmp_path, settings, samples=6000, step_s=0.02) as run:
-        further(run, 30)
-        run.scheduler.preempt(run.jobs()["trainer", 0].job_id)
-        failed = run.until_failed(60)
-    assert "Copied does not train from the parameters that are loaded" in failed["reason"]
-
-
-def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):
-    with synchronous(tmp_path) as run:
-        further(run, 3)
-        assert elastic("stop", run.run.path, env=environment(run.home)).returncode == 0
-        run.until(lambda: not run.jobs(), 60, "the job leaves")
-        reached = step(run)
-        time.sleep(0.5)
-        run.reconcile()
-        assert (run.jobs(), step(run)) == ({}, reached)
-        assert elastic("scale", run.run.path, env=environment(run.home)).returncode == 0
-        lines = finish(run)
-    assert_same_run(lines, undisturbed)
+    run = made(tmp_path, {"run.task": "tiny_task:Copies"})
+    assert told_at(30, run) == Exit.TRY_AGAIN
+    said = "Copied does not train from the parameters that are loaded"
+    with pytest.raises(ElasticError, match=said):
+        trainer_of(run, 2).main()
 
 
 def test_a_data_set_of_another_size_is_not_gone_on_with(tmp_path):
     """The order of the samples depends on the size: some would be trained twice, others never."""
-    settings = {"sync.crash_retries": 0, "elastic.max_failures": 1}
-    with synchronous(tmp_path, settings) as run:
-        further(run, 3)
-        assert elastic("stop", run.run.path, env=environment(run.home)).returncode == 0
-        run.until(lambda: not run.jobs(), 60, "the job leaves")
-        settings = run.run.path / "run.toml"
-        settings.write_text(settings.read_text().replace("samples = 600", "samples = 700"))
-        assert elastic("scale", run.run.path, env=environment(run.home)).returncode == 0
-        failed = run.until_failed(60)
-    assert "data set has 700 samples, the run's has 600" in failed["reason"]
-    assert "submit a new run" in failed["detail"]
-
-
-def test_status_says_how_many_gpus_train_and_when_it_saves(tmp_path):
-    with synchronous(tmp_path, {**TWO, "checkpoint.interval": "auto"}) as run:
-        further(run, 5)
-        run.until(lambda: read_json(run.run.path / "progress.json"), 20, "progress")
-        answer = elastic("status", run.run.path, "--json", env=environment(run.home))
-        seen = json.loads(answer.stdout)
-    assert (seen["mode"], seen["state"], len(seen["workers"])) == ("sync", "running", 2)
-    assert "a save stalls" in seen["reason"]
-    assert seen["tokens_goal"] == 600
+    run = made(tmp_path)
+    assert told_at(3, run) == Exit.TRY_AGAIN
+    settings = run.path / "run.toml"
+    settings.write_text(settings.read_text().replace("samples = 600", "samples = 700"))
+    with pytest.raises(ElasticError, match="data set has 700 samples, the run's has 600") as caught:
+        trainer_of(RunDir(run.path), 2).main()
+    assert "submit a new run" in caught.value.hint
