@@ -6,8 +6,8 @@ TORCH ?= requirements
 PREFIX ?= /opt/elastic
 PYTEST_ARGS ?=
 SLURM ?=
-# Tests wait half of their time. More than 6 at once are no faster: the longest file takes as long.
-SESSIONS ?= $(shell n=$$(($$(nproc) + 1)); echo $$((n < 6 ? n : 6)))
+# Many tests wait for Slurm. More than 6 at once are no faster: the longest file takes as long.
+SESSIONS ?= $(shell n=$$(($$(nproc) + 2)); echo $$((n < 6 ? n : 6)))
 
 VENV := .venv
 READY := $(VENV)/.ready

@@ -45,20 +45,19 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-# Files of more than 14 s, the longest first, but one that mostly waits beside two that compute.
+# Files of more than 14 s, the longest first, but one that mostly waits beside one that computes.
 # `make check` runs the others.
 LONGEST = (
-    "test_sync_slurm", "test_sync", "test_crash_points", "test_sites_local", "test_faults",
-    "test_modes", "test_sites", "test_demo", "test_programs", "test_slurm_story", "test_own_loops",
-    "test_random_schedules", "test_limits", "test_bad_input", "test_doctor", "test_chaos",
-    "test_documents", "test_own_loop", "test_templates", "test_insider", "test_checkpoint",
-    "test_pace", "test_cli", "test_multi_rank", "test_notice_matrix", "test_models",
-    "test_crash_passes", "test_waits", "test_validation", "test_redis_server", "test_sandbox",
-    "test_trace", "test_command", "test_forecast_slurm", "test_guards", "test_reconcile",
-    "test_rejections", "test_scores", "test_overlap", "test_sched_slurm", "test_damaged_runs",
-    "test_odd_words", "test_launch_env", "test_fuzz_records", "test_health",
-    "test_records", "test_report", "test_failing_files",
-    "test_security",
+    "test_sync_slurm", "test_sync", "test_sites", "test_crash_points", "test_sites_local",
+    "test_programs", "test_slurm_story", "test_faults", "test_templates", "test_demo",
+    "test_chaos", "test_own_loops", "test_doctor", "test_modes", "test_forecast_slurm",
+    "test_notice_matrix", "test_sandbox", "test_random_schedules", "test_limits",
+    "test_bad_input", "test_documents", "test_own_loop", "test_insider", "test_checkpoint",
+    "test_pace", "test_cli", "test_multi_rank", "test_models", "test_crash_passes", "test_waits",
+    "test_validation", "test_redis_server", "test_trace", "test_command", "test_guards",
+    "test_reconcile", "test_rejections", "test_scores", "test_overlap", "test_sched_slurm",
+    "test_damaged_runs", "test_odd_words", "test_launch_env", "test_fuzz_records", "test_health",
+    "test_records", "test_report", "test_failing_files", "test_security",
 )  # fmt: skip
 
 
