@@ -73,7 +73,7 @@ SHOWN_BY = {
     "*/2 * * * * /opt/elastic/bin/elastic-reconcile --jitter": ADMIN,
     "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make venv": VENV,
     "make venv": VENV,
-    "make test PYTEST_ARGS='-n 0 -k audit'": QUICK,
+    "make test PYTEST_ARGS='-n 0 -k audit tests/run'": QUICK,
     "make lint": QUICK,
     "make check": QUICK,
     "make gpu-check": QUICK,
