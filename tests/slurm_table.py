@@ -14,7 +14,7 @@ HEAD = """# What was run on which Slurm
 `make slurm SLURM=24.11` (or 26.05; without SLURM: the installed one) runs every test that is marked
 `slurm` on a real Slurm of that version, several nodes on one machine, and writes its column here.
 The other versions are Debian's, in a folder of their own: see `tests/slurm-root`. Beside a version
-stands the commit that was tested. `test_demo` is `make demo-slurm`; `test_notice_matrix` plays 12
+stands the commit that was tested. `test_demo` is `make demo-slurm`; `test_notice_matrix` plays 9
 ways to announce a preemption, or all 72 with ELASTIC_FULL_MATRIX=1.
 
 `test_sites` is the whole life of a run in either mode with all switches of the sandbox at once.
