@@ -34,10 +34,6 @@ class Bare(Whole):
         yield from model.initial_values(torch.initial_seed())
 
 
-class LargeWhole(Whole):
-    shape = LARGE
-
-
 class LargeBare(Bare):
     shape = LARGE
 
