@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -124,13 +125,20 @@ class Site(Sandbox):
         self.accounting, self.job_submit, self.stale = accounting, job_submit, stale
         self.packages = MORE_PACKAGES if accounting else PACKAGES
         self.daemons = _Daemons(self)
-        self.database_port = free_ports("", 1)[0] if accounting else 0
+        self._place = None
+        if accounting:  # held until slurmdbd takes it: another daemon could draw the same one
+            self._place = socket.create_server((ADDRESS, free_ports("", 1)[0]))
+
+    @property
+    def _port(self) -> int:
+        """Of slurmdbd."""
+        return self._place.getsockname()[1]
 
     def settings(self) -> list[str]:
         told = ["JobSubmitPlugins=lua"] if self.job_submit else []
         return told if not self.accounting else [
             *told, "AccountingStorageType=accounting_storage/slurmdbd",
-            f"AccountingStorageHost={ADDRESS}", f"AccountingStoragePort={self.database_port}",
+            f"AccountingStorageHost={ADDRESS}", f"AccountingStoragePort={self._port}",
             f"AccountingStoragePass={self.path}/munge.socket", "AccountingStoreFlags=job_comment",
         ]  # fmt: skip
 
@@ -169,7 +177,8 @@ class Site(Sandbox):
         password = os.urandom(16).hex()
         is_local = re.search("(?m)^Comm.*NoInAddrAny", self.conf.read_text())
         only = "CommunicationParameters=NoInAddrAny" if is_local else ""
-        self._fill("slurmdbd.conf", PASSWORD=password, PORT=self.database_port, ONLY=only)
+        port = self._port
+        self._fill("slurmdbd.conf", PASSWORD=password, PORT=port, ONLY=only)
         self._fill("mariadb.sql", PASSWORD=password)
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
         common = ["--no-defaults", f"--datadir={data}", f"--user={user_name()}",
@@ -179,7 +188,8 @@ class Site(Sandbox):
         small = ["--innodb-buffer-pool-size=32M", "--performance-schema=OFF"]
         self.daemons.start("mariadbd", paths["mariadbd"], *common, *options, *small, ready=database)
         lead = ["/usr/bin/env", f"MYSQL_UNIX_PORT={database}"]
-        self.daemons.start("slurmdbd", *lead, paths["slurmdbd"], "-D", ready=self.database_port)
+        self._place.close()
+        self.daemons.start("slurmdbd", *lead, paths["slurmdbd"], "-D", ready=port)
 
     def _fill(self, template: str, **words: object) -> None:
         text, path = (ROOT / "tests/sandbox" / template).read_text(), self.path / template

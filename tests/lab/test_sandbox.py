@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from elastic.base import network
 from elastic.base.errors import ElasticError, UsageError
 from elastic.commands.main import elastic
 from elastic.lab import sandbox
@@ -25,7 +26,7 @@ from elastic.lab.sandbox import Sandbox, Shape
 from forks import NOBODY, USER
 from helpers import PATIENCE, ROOT, short_folder, wait_until
 from running import command_line
-from slurm_sandbox import MORE_PACKAGES
+from slurm_sandbox import MORE_PACKAGES, Site
 
 pytest_plugins = ["slurm_sandbox"]
 pytestmark = pytest.mark.slurm
@@ -49,6 +50,12 @@ def sleepers(seconds: str) -> list[str]:
     """The command lines of live `sleep SECONDS`."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
     return [line for line in map(command_line, pids) if line == f"sleep {seconds} "]
+
+
+def test_no_other_daemon_draws_the_port_of_slurmdbd(tmp_path):
+    site = Site(tmp_path, accounting=True, job_submit=None, stale=None)
+    port = re.search(r"AccountingStoragePort=(\d+)", " ".join(site.settings()))[1]
+    assert int(port) not in network.free_ports("", len(network.PORTS))
 
 
 def run_orphans(box: Sandbox, node: str, job: str = ORPHANS) -> str:
