@@ -13,7 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from click.testing import CliRunner, Result
+
 from elastic.base.errors import TryAgain
+from elastic.commands import main
 from elastic.run.records import Commit, Delta
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +95,12 @@ def elastic(command: str, *args: object, env: dict[str, str], timeout_s: float =
         [str(ROOT / "bin" / f"elastic-{command}"), *map(str, args)],
         env=env, capture_output=True, text=True, timeout=PATIENCE * timeout_s,
     )  # fmt: skip
+
+
+def elastic_here(*words: object, env: dict[str, str] | None = None) -> Result:
+    """Run a command in this process. An exception that it does not expect is the test's."""
+    given = [str(word) for word in words]
+    return CliRunner().invoke(main.elastic, given, env=env, catch_exceptions=False)
 
 
 def borrowing_venv(folder: Path) -> Path:

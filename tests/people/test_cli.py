@@ -18,13 +18,13 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from elastic.base import environment as installed
 from elastic.base.errors import Exit, UsageError
 from elastic.commands import looking, main, shared
 from elastic.people import steering
-from helpers import PATIENCE, ROOT, commit_of, elastic, environment, wait_until
+from helpers import PATIENCE, ROOT, commit_of, elastic, elastic_here, environment, wait_until
 from running import TESTS
 from test_broken_tasks import tried
 from test_layers import FOLDERS
@@ -38,12 +38,9 @@ FOR_JOBS = ["agent", "master", "launch", "story"]
 
 
 def call(*words: object, env: dict[str, str]) -> Result:
-    """A command in this process; an exception that it does not expect is the test's."""
-    given = [str(word) for word in words]
-    env = {**env, "PYTHONPATH": f"{ROOT / 'lib'}:{TESTS}"}  # of a first step of a task, too
-    return CliRunner().invoke(
-        main.elastic, given, env=env, prog_name="elastic", catch_exceptions=False
-    )
+    """A command in this process."""
+    path = f"{ROOT / 'lib'}:{TESTS}"  # of a first step of a task, too
+    return elastic_here(*words, env={**env, "PYTHONPATH": path})
 
 
 @pytest.fixture

@@ -25,15 +25,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from elastic.base import durable
 from elastic.base.errors import ElasticError, UsageError
-from elastic.commands import main
 from elastic.lab.chaos import Chaos
 from elastic.people import metrics, report
 from elastic.run.rundir import RunDir
-from helpers import ROOT, commit_of, environment
+from helpers import ROOT, commit_of, elastic_here, environment
 from running import Running, running
 
 FAULTS = ("kill-worker", "preempt", "kill-master")
@@ -84,9 +83,7 @@ def watching(run: Running) -> Iterator[tuple[Screen, list[str]]]:
 
 def call(*words: object, home: Path) -> Result:
     """A command in this process."""
-    return CliRunner().invoke(
-        main.elastic, [*map(str, words)], env=environment(home), catch_exceptions=False
-    )
+    return elastic_here(*words, env=environment(home))
 
 
 def rounds_on(seen: list[str]) -> set[int]:

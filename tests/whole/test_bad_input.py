@@ -9,18 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from conftest import start_redis
 from elastic.base import config as configuration, durable
 from elastic.base.errors import ElasticError, UsageError
 from elastic.base.signals import Notice
-from elastic.commands import main
 from elastic.local.master.master import Master
 from elastic.local.store import Useless
 from elastic.people import status, submission
 from elastic.run.rundir import RunDir
-from helpers import ROOT, environment, wait_until
+from helpers import ROOT, elastic_here, environment, wait_until
 from running import kill_all, members, running
 
 
@@ -245,10 +243,7 @@ def test_a_command_that_cannot_be_run_is_refused_at_submission(tmp_path, command
     (tmp_path / "there.py").touch()
     text = f'[run]\nmode = "sync"\nscheduler = "local"\ncommand = {json.dumps(command)}\n'
     (tmp_path / "own.toml").write_text(text)  # how long to train is the program's own affair
-    words = ["submit", str(tmp_path / "own.toml"), "--dry-run"]
-    done = CliRunner().invoke(
-        main.elastic, words, env=environment(tmp_path), catch_exceptions=False
-    )
+    done = elastic_here("submit", tmp_path / "own.toml", "--dry-run", env=environment(tmp_path))
     assert (done.exit_code, told in done.output) == (code, True), done.output
 
 

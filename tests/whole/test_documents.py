@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from click.testing import CliRunner
 
 from elastic import __version__
 from elastic.base import config as configuration
@@ -28,7 +27,7 @@ from elastic.saved.replica import shapes
 from elastic.saved.versions import VersionDraft
 from elastic.train import task
 from elastic.train.group import Group
-from helpers import PATIENCE, ROOT, checkout, commit_of, pretended_python
+from helpers import PATIENCE, ROOT, checkout, commit_of, elastic_here, pretended_python
 from running import running
 
 README, INSTALL = ROOT / "README.md", ROOT / "INSTALL.md"
@@ -375,7 +374,7 @@ def test_the_costs_in_the_readme_have_the_columns_that_are_printed():
 @pytest.mark.parametrize("row", re.findall(r"^\| `elastic-(\w+).*", README.read_text(), re.M))
 def test_options_in_the_readme_are_those_of_the_help(row):
     (line,) = [each for each in README.read_text().splitlines() if f"| `elastic-{row}" in each]
-    answer = CliRunner().invoke(main.elastic, [row, "--help"])
+    answer = elastic_here(row, "--help")
     assert answer.exit_code == 0
     for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", line):
         assert option in answer.stdout, option

@@ -18,16 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from elastic.base import config as configuration, durable
-from elastic.commands import main
 from elastic.jobs import reconcile
 from elastic.jobs.reconcile import PassReport
 from elastic.people import status, submission
 from elastic.run.rundir import RunDir
 from elastic.saved.checkpoint import steps
-from helpers import PATIENCE, environment, wait_until
+from helpers import PATIENCE, elastic_here, environment, wait_until
 from running import SETTINGS, Running, kill_all, running, second_master, toml
 
 # ---- disks --------------------------------------------------------------------------------------
@@ -123,11 +121,6 @@ def one_pass(run: Running) -> PassReport:
     return reconcile.run_pass([run.run], time.time())
 
 
-def call(*words: object) -> Result:
-    """A command in this process."""
-    return CliRunner().invoke(main.elastic, [*map(str, words)], catch_exceptions=False)
-
-
 def reason(run: Running) -> str:
     """Why it waits."""
     return status.observe(run.run)["reason"]
@@ -137,7 +130,7 @@ def finish(run: Running) -> None:
     """Let the run end; the audit must be clean."""
     run.pace(0)
     run.until(lambda: run.run.done() and not run.jobs(), 80, "the end of the run")
-    report = call("audit", run.run.path, "--files", "--json")
+    report = elastic_here("audit", run.run.path, "--files", "--json")
     assert (report.exit_code, json.loads(report.stdout)["problems"]) == (0, []), report.output
 
 
@@ -176,7 +169,7 @@ def test_a_full_disk_stops_everything_for_a_while_and_breaks_nothing(small_disk:
         version = run.version
         control = (run.run.path / "control.json").read_bytes()
         for command in (["scale", run.run.path, "--max", "3"], ["stop", run.run.path]):
-            done = call(*command)
+            done = elastic_here(*command)
             assert done.exit_code == 1, (done.stdout, done.stderr)
             assert done.stderr.startswith("error: ")
         assert (run.run.path / "control.json").read_bytes() == control
@@ -229,7 +222,7 @@ def test_on_a_full_disk_a_submission_leaves_nothing_behind_and_a_writer_waits(
         (home / folder).mkdir(parents=True)
     (home / "registry" / "local" / "lock").touch()
     disk.fill()
-    done = call("submit", config, "--no-try")
+    done = elastic_here("submit", config, "--no-try")
     assert done.exit_code == 1, (done.stdout, done.stderr)
     assert done.stderr.startswith("error: ")
     assert str(home) in done.stderr
@@ -371,7 +364,7 @@ def test_logs_beyond_all_measure_are_copied_in_bounded_memory(tmp_path: Path, mo
         for command in (["status", run.run.path, "--json"], ["status", run.run.path],
                         ["logs", run.run.path, "-n", "3"]):  # fmt: skip
             began = time.monotonic()
-            done = call(*command)
+            done = elastic_here(*command)
             assert "last words" in done.stdout
             assert len(done.stdout) < 100_000
             assert time.monotonic() - began < 5 * PATIENCE

@@ -20,15 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from counting import EVERY
 from elastic.base.durable import read_json
-from elastic.commands import main
 from elastic.jobs.sched_slurm import SlurmScheduler
 from elastic.lab.sandbox import Sandbox
 from elastic.run.rundir import RunDir
-from helpers import PATIENCE, elastic
+from helpers import PATIENCE, elastic, elastic_here
 from running import SETTINGS, TESTS, toml
 from slurm_sandbox import nodes_and_jobs
 
@@ -175,7 +173,8 @@ class Site:
         deadline, next_pass = time.monotonic() + PATIENCE_S, 0.0
         while not condition():
             if time.monotonic() >= next_pass:
-                CliRunner().invoke(main.elastic, ["reconcile"])
+                done = elastic_here("reconcile")
+                assert done.exit_code in (0, 75), done.output
                 next_pass = time.monotonic() + CRON_S
             if time.monotonic() > deadline:
                 logs = [log.read_text()[-2000:] for log in self.home.glob("runs/*/logs/*.log")]

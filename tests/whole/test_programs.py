@@ -11,12 +11,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from elastic.commands import main
 from elastic.people import status
 from elastic.sync.resumable import resume_paths
-from helpers import ROOT, wait_until
+from helpers import ROOT, elastic_here, wait_until
 from running import Running, running
 
 EXAMPLES = ROOT / "etc" / "examples"
@@ -261,7 +259,7 @@ time.sleep(600)
     with running(tmp_path, program(tmp_path, text)) as run:
         run.until(lambda: saved(run, "step_1.pt"), 60, "it trains")
         job = run.jobs()["trainer", 0]
-        assert CliRunner().invoke(main.elastic, ["stop", "tiny"]).exit_code == 0
+        assert elastic_here("stop", "tiny").exit_code == 0
         record = run.ended(job.job_id, 10)
         assert (record["outcome"], record["reason"]) == ("stopped", "the run is stopped")
         assert saved(run, "step_2.pt")
@@ -277,8 +275,7 @@ def test_a_program_at_work_is_running_and_has_no_ledger_and_without_cron_a_succe
         wait_until(lambda: len(queue(run)) == 2, 60, "a successor waits")
         seen = status.observe(run.run)
         job = run.jobs()["trainer", 0]
-        screen, done = (CliRunner().invoke(main.elastic, [command, "tiny"])
-                        for command in ("status", "audit"))  # fmt: skip
+        screen, done = (elastic_here(command, "tiny") for command in ("status", "audit"))
         run.kill("elastic.sync.launch")
         wait_until(lambda: said(run, "from 1"), 60, "the successor trains")
     node = os.uname().nodename

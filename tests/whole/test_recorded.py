@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from elastic.base.durable import draft_of
-from elastic.commands import main
 from elastic.run.rundir import RunDir
-from helpers import ROOT, environment
+from helpers import ROOT, elastic_here, environment
 from running import TESTS, Running, kill_all
 
 COMMANDS = (
@@ -51,15 +49,10 @@ def left(request, tmp_path: Path) -> Iterator[Running]:
         kill_all(tmp_path)
 
 
-def call(*words: str) -> Result:
-    """A command in this process."""
-    return CliRunner().invoke(main.elastic, words, catch_exceptions=False)
-
-
 def test_every_command_reads_a_run_of_an_older_version(left, tmp_path):
     with contextlib.chdir(tmp_path):
         for words in COMMANDS:
-            done = call(*words)
+            done = elastic_here(*words)
             assert (done.exit_code, done.stderr) == (0, ""), words
 
 
@@ -69,15 +62,16 @@ def test_a_version_whose_folder_was_not_named_yet_is_evaluated(left):
     commit = left.run.commits.newest()
     folder = left.run.version_path(commit.version)
     folder.rename(draft_of(folder, commit.writer))
-    assert json.loads(call("evaluate", "tiny", "--json").stdout)["version"] == commit.version
+    said = elastic_here("evaluate", "tiny", "--json").stdout
+    assert json.loads(said)["version"] == commit.version
 
 
 def test_a_run_of_an_older_version_goes_on_and_trains_what_was_left(left):
     commits = sorted((left.run.path / "commits").glob("*.json"))
     known = {path: path.read_bytes() for path in commits}
-    begun = call("scale", "tiny")
+    begun = elastic_here("scale", "tiny")
     assert begun.exit_code == 0, begun.stderr
     left.until(lambda: left.run.done() and not left.jobs(), 80, "the end of the run")
-    report = json.loads(call("audit", "tiny", "--json").stdout)
+    report = json.loads(elastic_here("audit", "tiny", "--json").stdout)
     assert (report["problems"], report["committed"]) == ([], 600)
     assert {path: path.read_bytes() for path in commits} == known

@@ -23,13 +23,12 @@ from pathlib import Path
 
 import pytest
 import redis
-from click.testing import CliRunner, Result
 from redis.connection import parse_url
 
 from elastic.base import config as configuration, durable
 from elastic.base.environment import elastic_home, keep_compiled
 from elastic.base.errors import ElasticError, TryAgain, UsageError
-from elastic.commands import main, shared
+from elastic.commands import shared
 from elastic.jobs.sched import JobSpec
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.jobs.sched_slurm import SlurmScheduler
@@ -40,7 +39,7 @@ from elastic.people import doctor, tryout
 from elastic.run.rundir import SECRETS, Control, Endpoint, RunDir
 from elastic.saved import inner_state
 from forks import GROUP, NOBODY, as_nobody, share
-from helpers import ROOT, elastic, environment, listening, short_folder, wait_until
+from helpers import ROOT, elastic, elastic_here, environment, listening, short_folder, wait_until
 from running import Running, command_line, members, running
 from stores import BothSides, who_says_it_all
 
@@ -49,11 +48,6 @@ TOKEN = "a-token-of-the-users-5f1c"
 LEASE = {"job_id": "1", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,
          "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}  # fmt: skip
 root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
-
-
-def call(*words: object) -> Result:
-    """A command in this process."""
-    return CliRunner().invoke(main.elastic, [*map(str, words)], catch_exceptions=False)
 
 
 def works(action: Callable[[], object]) -> bool:
@@ -374,7 +368,7 @@ def test_a_password_in_redis_url_is_printed_by_nothing(home):
     for command, code in ((["config", file], 0), (["config", file, "--json"], 0),
                           (["config", file, "--set", "redis.url=3", "--set", "redis.prt=1"], 2),
                           (["config", file, "--set", "redis.tls=true"], 2)):  # fmt: skip
-        done = call(*command)
+        done = elastic_here(*command)
         assert done.exit_code == code, done.stderr
         assert "hunter2" not in done.output
     done = elastic("submit", file, "--dry-run", env=environment(home))  # with the task's process
@@ -411,7 +405,7 @@ def test_a_redis_url_that_redis_would_take_for_another_is_refused_unquoted(home,
 def test_a_dry_run_finds_a_bad_redis_url_and_does_not_repeat_it(home):
     file = home / "site.toml"
     file.write_text(f'{RUN}redis.url = "redis://me:hun/ter2@site"\n')
-    done = call("submit", file, "--dry-run")
+    done = elastic_here("submit", file, "--dry-run")
     assert done.exit_code == 2
     assert "site.toml:3: redis.url: expected" in done.stderr
     assert not re.search("hun|ter2", done.output)
@@ -552,7 +546,7 @@ def test_a_pass_over_another_users_run_makes_nothing(make_run, home):
     (run.path / "reconcile.lock").unlink(missing_ok=True)
     (run.path / "reconcile.lock").symlink_to(victim)
     os.chown(run.path, NOBODY, NOBODY)
-    assert "another user's" in call("reconcile", run.path).output
+    assert "another user's" in elastic_here("reconcile", run.path).output
     assert not victim.exists()
 
 

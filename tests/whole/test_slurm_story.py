@@ -20,10 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from elastic.base.errors import ElasticError, TryAgain
-from elastic.commands import main
 from elastic.jobs.history import Job, has_ended
 from elastic.jobs.sched import job_name, parse_job_name
 from elastic.jobs.sched_slurm import SlurmScheduler
@@ -32,7 +30,7 @@ from elastic.local.store import Store
 from elastic.run.membership import WORKING, Slot
 from elastic.run.rundir import RunDir
 from forks import GROUP, USER, as_nobody
-from helpers import ROOT, elastic, pretended_python, wait_until
+from helpers import ROOT, elastic, elastic_here, pretended_python, wait_until
 from running import SETTINGS, TESTS, toml
 from slurm_sandbox import hang_controller, nodes_and_jobs
 
@@ -190,7 +188,7 @@ class Story:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             if time.monotonic() >= self._next_pass:
-                done = CliRunner().invoke(main.elastic, ["reconcile"])
+                done = elastic_here("reconcile")
                 assert done.exit_code in (0, 75), done.output
                 self._next_pass = time.monotonic() + CRON_S
             with contextlib.suppress(TryAgain):  # Slurm may be slow where all else is
