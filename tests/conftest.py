@@ -58,7 +58,7 @@ LONGEST = (
     "test_reconcile", "test_rejections", "test_scores", "test_overlap", "test_sched_slurm",
     "test_damaged_runs", "test_odd_words", "test_launch_env", "test_fuzz_records", "test_health",
     "test_records", "test_report", "test_failing_files", "test_security",
-)  # fmt: skip
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -155,12 +155,12 @@ def start_redis(folder, *options: str) -> Server:
     for _ in range(5):  # the port may be taken between finding it and using it
         port = free_port("127.0.0.1")
         command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "",
-                   "--requirepass", password, "--dir", str(folder), *options]  # fmt: skip
+                   "--requirepass", password, "--dir", str(folder), *options]
         with open(folder / "redis.log", "ab") as log:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 preexec_fn=die_with_parent,
-            )  # fmt: skip
+            )
         server = Server(Endpoint("127.0.0.1", port, 1), password, process)
 
         def answers(server=server):

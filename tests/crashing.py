@@ -177,7 +177,7 @@ class Edge:
         return self.operation("open", do) if flags & WRITING else do()
 
     def _open_file(self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None,
-                   closefd=True, opener=None):  # fmt: skip
+                   closefd=True, opener=None):
         if not set(mode) & set("wax+"):
             return self._open(file, mode, buffering, encoding, errors, newline, closefd, opener)
 

@@ -72,7 +72,7 @@ def as_nobody(action: Callable[[], object], group: int = NOBODY) -> object:
 def share(folder: Path, group: int = NOBODY) -> None:
     """What `setfacl -d -m g:GROUP:rwx` does: all that is made in the folder is the group's, too."""
     entries = [(0x01, 7, NO_ID), (0x04, 5, NO_ID), (0x08, 7, group), (0x10, 7, NO_ID),
-               (0x20, 5, NO_ID)]  # fmt: skip
+               (0x20, 5, NO_ID)]
     acl = b"".join(struct.pack("<HHI", *entry) for entry in entries)
     os.setxattr(folder, "system.posix_acl_default", struct.pack("<I", 2) + acl)
 

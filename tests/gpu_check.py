@@ -180,7 +180,7 @@ def check_run(what: str, gpus_per_worker: int = 1, optimizer: str = "adamw") -> 
         stalls = sorted(d.stall_s for commit in commits for d in commit.deltas if d.stall_s)
         tokens_per_s = commits[-1].tokens / (commits[-1].time - commits[0].time)
         print(f"{what}: ok; {len(commits) - 1} versions, {tokens_per_s:.0f} tokens/s, "
-              f"median stall {stalls[len(stalls) // 2]:.3f} s, loss {loss:.3f}")  # fmt: skip
+              f"median stall {stalls[len(stalls) // 2]:.3f} s, loss {loss:.3f}")
 
 
 def check_sync(what: str, gpus: int) -> None:

@@ -101,7 +101,7 @@ class Run:
             outer_momentum=momentum, outer_lr=0.7, thin_rounds=True,
             learning_rate=world.learning_rate, schedule="cosine",
             warmup_fraction=world.warmup_fraction, decay_fraction=0.2, final_lr_fraction=0.1,
-        )  # fmt: skip
+        )
         self.outer = Outer(LAYOUT, [start], [torch.zeros(SIZE)], momentum)
         self.workers = [Worker(noise) for _ in range(world.workers)]
         self.running, self.version, self.samples, self.present = Running(), 0, 0, 1
@@ -184,4 +184,4 @@ class Run:
         worker, _, (norm, steps, lr_sum), loss, _ = each
         slot, tokens = self.workers.index(worker), steps * BATCH
         return Delta(slot=slot, attempt=1, base=self.version, steps=steps, tokens=tokens, loss=loss,
-                     samples=((0, 0, tokens),), norm=norm, lr_sum=lr_sum)  # fmt: skip
+                     samples=((0, 0, tokens),), norm=norm, lr_sum=lr_sum)

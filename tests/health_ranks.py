@@ -85,7 +85,7 @@ def shield(method: str, then: str = "end") -> None:
     loader = iter(torch.utils.data.DataLoader(
         Slow(), num_workers=1, prefetch_factor=1, worker_init_fn=shield_workers,
         multiprocessing_context=method,
-    ))  # fmt: skip
+    ))
     worker = int(next(loader))
     say(worker)
     wait()

@@ -45,7 +45,7 @@ def afterwards(script: str, *words: str) -> Iterator[None]:
     watcher = subprocess.Popen(
         ["sh", "-c", f"{wait}\n{script}", str(os.getpid()), *words], start_new_session=True,
         cwd="/", env={"PATH": os.environ["PATH"], **places}, **nothing,
-    )  # fmt: skip
+    )
     try:
         yield
     finally:
@@ -94,7 +94,7 @@ def elastic(command: str, *args: object, env: dict[str, str], timeout_s: float =
     return subprocess.run(
         [str(ROOT / "bin" / f"elastic-{command}"), *map(str, args)],
         env=env, capture_output=True, text=True, timeout=PATIENCE * timeout_s,
-    )  # fmt: skip
+    )
 
 
 def elastic_here(*words: object, env: dict[str, str] | None = None) -> Result:
@@ -151,5 +151,5 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
             if state == "0A" and rest[5] in inodes:
                 address, port = local.split(":")
                 found.add((socket.inet_ntoa(bytes.fromhex(address)[::-1]) if len(address) == 8
-                           else "::", int(port, 16)))  # fmt: skip
+                           else "::", int(port, 16)))
     return found

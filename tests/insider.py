@@ -19,10 +19,10 @@ import redis
 SLOTS, VERSIONS = 4, 150  # that the run may have
 WORDS = ["", "x", "../../../../tmp/x", "a\0b", "--me", "-1", "j" * 300, "\x1b]0;OWNED\x07\x1b[2J",
          "[/x]", "[link=https://evil.example]y[/link]", b"\xff\xfe",
-         "9" * 400, "nan", "1e999", "n" * 100_000]  # fmt: skip
+         "9" * 400, "nan", "1e999", "n" * 100_000]
 NUMBERS = [-1, 0, 1, 2**31, 2**53, 2**61, 10**30, "many", "nan", "inf", b"\xff"]
 FIELDS = ["slot", "attempt", "job_id", "node", "pid", "state", "version", "step", "steps_total",
-          "tokens_per_s", "loss", "beat", "moved", "joined", "trouble"]  # fmt: skip
+          "tokens_per_s", "loss", "beat", "moved", "joined", "trouble"]
 STATES = ["loading", "training", "delivering", "waiting", "blocked", "[/x]"]
 
 
@@ -52,7 +52,7 @@ class Insider:
             "layout": "x", "codec": "none", "steps": 2**61, "tokens": 2**61,
             "samples": self.draw.choice([[], [[0, 0, 10_000]]]), "loss": 0.0, "first_loss": 0.0,
             "fragments": [], "inner": "A" * 10_000, "lr_sum": 1e9,
-        }  # fmt: skip
+        }
         pipe = self.client.pipeline(transaction=False)
         for base in range(VERSIONS):
             body = self.seal(json.dumps(header | {"base": base}))
@@ -93,7 +93,7 @@ class Insider:
         lease = {"slot": slot, "attempt": attempt, "job_id": "1", "node": "n", "pid": -1,
                  "state": self.draw.choice(STATES), "version": 10**6, "step": 9, "steps_total": 9,
                  "tokens_per_s": 1e300, "loss": 0.0, "beat": 2**52, "moved": 2**52,
-                 "joined": 0.0}  # fmt: skip
+                 "joined": 0.0}
         for _ in range(self.draw.randrange(3)):
             lease[self.draw.choice(FIELDS)] = self.draw.choice([*WORDS, *NUMBERS])
         self.client.hset(f"{self.key}slot:{slot}", mapping=lease)
@@ -137,21 +137,21 @@ class Insider:
             ["PUBLISH", f"{self.key}ctl", "stop"], ["RPUSH", f"{self.key}grant:0:1", "[1, []]"],
             ["FLUSHALL"], ["SHUTDOWN"], ["CONFIG", "GET", "*"], ["ACL", "LIST"],
             ["KEYS", "*"], ["DEBUG", "SLEEP", "9"], ["CLIENT", "KILL", "TYPE", "normal"],
-        ])  # fmt: skip
+        ])
         self.client.execute_command(*line)
 
 
 ATTACKS: list[Callable[[Insider], None]] = [
     value for name, value in vars(Insider).items()
     if callable(value) and not name.startswith("_") and name not in ("owner", "offers", "seal")
-]  # fmt: skip
+]
 
 
 def main() -> None:
     host, port, password, key, certificate, seconds, *more = sys.argv[1:]
     seed, pause_s = int(more[0]) if more else 1, float(more[1]) if more[1:] else 0.0
     client = redis.Redis(host, int(port), username="worker", password=password, ssl=True,
-                         ssl_ca_data=certificate)  # fmt: skip
+                         ssl_ca_data=certificate)
     insider, until = Insider(client, key, seed), time.monotonic() + float(seconds)
     tried, refused = Counter(), Counter()
     while time.monotonic() < until:

@@ -111,7 +111,7 @@ class Rounds:
             "layout": self.layout.hash, "codec": self.config.local_sgd.compression, "steps": 10,
             "tokens": tokens, "samples": (), "loss": 1.0, "first_loss": 1.0,
             "fragments": tuple(fragments), "lr_sum": 0.01,
-        }  # fmt: skip
+        }
         return Header(**(defaults | changes))
 
     def deliver(self, slot: int, local: torch.Tensor, tokens: int, **changes) -> Checked:

@@ -15,7 +15,7 @@ from elastic.train.group import is_sharded
 from elastic.train.models import Shape, create
 
 CONFIG = SimpleNamespace(run=SimpleNamespace(seed=5),
-                         train=SimpleNamespace(compile=False, precision="float32"))  # fmt: skip
+                         train=SimpleNamespace(compile=False, precision="float32"))
 LARGE = Shape(vocabulary=64, dim=1024, layers=12, heads=16)  # 600 MB, a layer 50 MB
 SMALL = Shape(vocabulary=61, dim=24, layers=3, heads=2)
 
@@ -53,7 +53,7 @@ def main(rank: int, world: int, kind: str, out: str) -> None:
     whole = {} if task.shape is LARGE else {
         name: each.full_tensor() if is_sharded(each) else each
         for name, each in model.state_dict().items()
-    }  # fmt: skip
+    }
     torch.save({"values": whole, "bytes": more}, Path(out, f"{rank}.pt"))
 
 

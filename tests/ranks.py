@@ -22,10 +22,10 @@ def run_ranks(world: int, program: str, *arguments: str) -> None:
 
     env = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
            "MASTER_PORT": str(free_port("127.0.0.1")), "OMP_NUM_THREADS": "1",
-           "PYTHONPATH": f"{ROOT}/lib:{ROOT}/tests"}  # fmt: skip
+           "PYTHONPATH": f"{ROOT}/lib:{ROOT}/tests"}
     command = [sys.executable, __file__, str(world), str(ROOT / "tests" / program), *arguments]
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True,
-                               process_group=0)  # fmt: skip
+                               process_group=0)
     try:
         said = process.communicate(timeout=120 * PATIENCE)[1]
     finally:

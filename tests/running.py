@@ -316,7 +316,7 @@ def running(
     pace = home / "pace"
     pace.write_text(str(task.pop("step_s", 0.02)))
     settings = {**SETTINGS, **{f"task.{key}": value for key, value in task.items()},
-                "task.pace": str(pace), **(settings or {})}  # fmt: skip
+                "task.pace": str(pace), **(settings or {})}
     config = home / "tiny.toml"
     config.write_text("".join(f"{line}\n" for line in toml(settings)))
     before = os.environ.copy()
@@ -346,7 +346,7 @@ def second_master(run: Running, first: Path = TESTS) -> subprocess.Popen:
         [str(ROOT / "bin" / "elastic"), "master", str(run.run.path)],
         env={**environment(run.home, PYTHONPATH=f"{first}:{TESTS}"), "ELASTIC_JOB_ID": "by-hand"},
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
 
 
 # ---- processes

@@ -16,7 +16,7 @@ from elastic.train.optimizers import default_optimizer
 from elastic.train.task import score
 
 CONFIG = SimpleNamespace(run=SimpleNamespace(seed=5),
-                         train=SimpleNamespace(compile=False, precision="float32"))  # fmt: skip
+                         train=SimpleNamespace(compile=False, precision="float32"))
 MUON = SimpleNamespace(optimizer="muon", learning_rate=0.1, weight_decay=0.01, beta1=0.9, beta2=0.9)
 INPUT = torch.arange(28.0).reshape(4, 7).sin()
 
@@ -111,7 +111,7 @@ def compiled(group: Group) -> None:
 
     def backend(module: torch.fx.GraphModule, _inputs: list):
         seen.append(sum("linear" in str(node.target) for node in module.graph.nodes
-                        if node.op == "call_function"))  # fmt: skip
+                        if node.op == "call_function"))
         return module.forward
 
     kept = nn.Module.compile

@@ -22,9 +22,9 @@ def measured(run: RunDir) -> dict[str, float]:
     for piece in sorted(goodput.work_in(commits, metrics), key=lambda piece: piece.start):
         works[piece.attempt].append(piece)
     gaps_s = [after.start - before.stop for work in works.values()
-              for before, after in pairwise(work)]  # fmt: skip
+              for before, after in pairwise(work)]
     firsts = [(job.start, works[job.attempts[0][1]]) for job in jobs
-              if job.attempts and job.attempts[0][1] in works]  # fmt: skip
+              if job.attempts and job.attempts[0][1] in works]
     deltas = [delta for commit in commits for delta in commit.deltas if delta.delivered]
     samples = {
         "startup_s": [work[0].start - start for start, work in firsts],
@@ -32,7 +32,7 @@ def measured(run: RunDir) -> dict[str, float]:
                     if job.notice and job.outcome == Outcome.YIELDED],
         "step_s": [delta.seconds / delta.steps for delta in deltas if delta.steps and delta.seconds]
                   or [line["seconds"] * line["world"] / config.elastic.max for line in metrics],
-    }  # fmt: skip
+    }
     # Slurm tells whole seconds, and clocks of nodes differ: a mean may come out negative.
     shown = {name: max(0.0, fmean(values)) for name, values in samples.items() if values}
     if deltas and gaps_s:  # a pause holds all four parts: it counts as the pull alone

@@ -26,7 +26,7 @@ NEEDS = [
     pytest.mark.slurm, pytest.mark.root, pytest.mark.timeout(900),
     pytest.mark.skipif(os.getuid() != 0, reason="needs root, for nodes with names of their own"),
     pytest.mark.skipif(not shutil.which("bindfs"), reason="needs bindfs, for files seen late"),
-]  # fmt: skip
+]
 
 POWER = """
 export ELASTIC_PYTHON={python}
@@ -51,7 +51,7 @@ end
 ASKED = {
     "slurm.account": "project", "slurm.time": "60", "slurm.master_time": "60",
     "slurm.qos": "low", "slurm.master_qos": "normal",
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def cluster(new_sandbox, tmp_path) -> Cluster:
     scripts = {
         "prolog": "sleep 1\n", "epilog": "sleep 1\n",
         "suspend": power(command="kill-node"), "resume": power(command="revive-node"),
-    }  # fmt: skip
+    }
     for name, body in scripts.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}")
         (tmp_path / name).chmod(0o755)
@@ -76,7 +76,7 @@ def cluster(new_sandbox, tmp_path) -> Cluster:
         "PartitionName=cpu AllocNodes=localhost",
         f"SuspendProgram={tmp_path}/suspend", f"ResumeProgram={tmp_path}/resume",
         "SuspendTime=3600", "SuspendTimeout=5", "ResumeTimeout=120",
-    )  # fmt: skip
+    )
     shape = {"nodes": 2, "gpus": 2, "grace_s": 0, "accounting": True, "stale": tmp_path}
     rules = tmp_path / "rules.lua"
     box = new_sandbox(settings=settings, job_submit=rules, **shape)
@@ -94,7 +94,7 @@ def taken(cluster: Cluster) -> tuple[str, str]:
     """A job of a higher QOS takes a node: the job, and the node."""
     where = ("--partition=high", "--qos=high", "--nodes=1", "--exclusive")
     job = cluster.box.run("sbatch", "--parsable", "--output=/dev/null", "--chdir=/", *where,
-                          "--wrap=exec sleep 3600").strip()  # fmt: skip
+                          "--wrap=exec sleep 3600").strip()
     asked = ("squeue", "--noheader", "--jobs", job, "--states=RUNNING", "--format=%N")
     return job, cluster.until(lambda: cluster.box.run(*asked).strip(), "a preemption")
 
@@ -106,7 +106,7 @@ def taken_reserved_and_drained(cluster: Cluster, meanwhile: Callable[[], None]) 
     taker, node = taken(cluster)
     meanwhile()
     box.run("scontrol", "create", "reservation", "ReservationName=repair", f"Nodes={node}",
-            "StartTime=now", "Duration=60", "Users=games", "Flags=IGNORE_JOBS")  # fmt: skip
+            "StartTime=now", "Duration=60", "Users=games", "Flags=IGNORE_JOBS")
     box.run("scancel", taker)
     becomes(cluster, node, "reserved")
     meanwhile()

@@ -140,7 +140,7 @@ class Site(Sandbox):
             *told, "AccountingStorageType=accounting_storage/slurmdbd",
             f"AccountingStorageHost={ADDRESS}", f"AccountingStoragePort={self._port}",
             f"AccountingStoragePass={self.path}/munge.socket", "AccountingStoreFlags=job_comment",
-        ]  # fmt: skip
+        ]
 
     def prepare(self) -> None:
         """Start what its controller needs; its files are there, and munge is up."""

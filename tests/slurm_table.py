@@ -45,7 +45,7 @@ def column(path: Path) -> dict[str, str]:
             name = LIVES[0] + ": " + case.get("name", "").removeprefix("test_").replace("_", " ")
         counts.setdefault(name, Counter())[outcome(case)] += 1
     return {name: ", ".join(f"{n} {word}" for word, n in sorted(found.items()))
-            for name, found in counts.items()}  # fmt: skip
+            for name, found in counts.items()}
 
 
 def title(path: Path) -> str:
@@ -59,7 +59,7 @@ def failures(path: Path) -> list[str]:
     """A line for each test that failed."""
     cases = ElementTree.parse(path).iter("testcase")
     return [f"- {title(path)}: `{case.get('name')}` failed"
-            for case in cases if outcome(case) == "failed"]  # fmt: skip
+            for case in cases if outcome(case) == "failed"]
 
 
 def main() -> None:

@@ -72,14 +72,14 @@ class Stage:
         self._clock = folder / "clock"
         self._clock.write_text("+0\n")
         self.in_jobs = {"PYTHONPATH": f"{TESTS}/skewed:{TESTS}",
-                        "FAKETIME_TIMESTAMP_FILE": str(self._clock)}  # fmt: skip
+                        "FAKETIME_TIMESTAMP_FILE": str(self._clock)}
 
     def submit(self, name: str, step_s: float, samples: int, **settings) -> RunDir:
         """Start a run whose inner steps take `step_s`."""
         self.pace.write_text(str(step_s))
         file = self.folder / f"{name}.toml"
         every = SETTINGS | {"task.pace": str(self.pace), "task.samples": samples,
-                            "elastic.max": self.workers, **settings}  # fmt: skip
+                            "elastic.max": self.workers, **settings}
         file.write_text("".join(f"{line}\n" for line in toml(every)))
         answer = elastic("submit", file, "--no-try", env=self.env | self.in_jobs, timeout_s=120)
         if answer.returncode != 0:
@@ -189,7 +189,7 @@ def main() -> int:
     with stage(given.workers) as there:
         steady = {"local_sgd.inner_steps": 10}
         wanted = {"kills": {"for": given.kills, "faults": "kill-worker,preempt"},
-                  "all": {"for": given.all}}  # fmt: skip
+                  "all": {"for": given.all}}
         reports = [
             soak(there, name, 0.5, steady, **options, **often)
             for name, options in wanted.items()

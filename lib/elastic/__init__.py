@@ -14,7 +14,7 @@ HOMES = {
     "elastic.sync.resumable": "resolve_resume_path",
     "elastic.train.health": "ShutdownHandler NaNDetector HangDetector check_nccl_health "
                             "check_gpu_health shield_workers",
-}  # fmt: skip
+}
 
 
 def __getattr__(name: str):

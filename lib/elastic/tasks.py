@@ -33,7 +33,7 @@ from elastic.train.models import PRESETS, Shape, Transformer, create
 HELD_OUT_OF = 25  # files: one of so many is kept for validation
 VALIDATION_TOKENS = 8192  # at a time
 NOT_STDLIB = {"test", "tests", "idlelib", "distutils", "lib2to3", "site-packages", "dist-packages",
-              "__pycache__"}  # fmt: skip
+              "__pycache__"}
 OF_ONE_MACHINE = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
 

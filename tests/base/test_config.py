@@ -247,7 +247,7 @@ def test_a_wrong_value_is_refused_with_key_value_and_rule(write, line, said):
     (12, 15, 8, "elastic.min to 8 or elastic.max to 16"),
     (9, 9, 4, "elastic.min to 8 or elastic.max to 12"),
     (8, 15, 8, ""), (12, 16, 8, ""), (2, 3, 4, ""), (1, 1, 1, ""),
-])  # fmt: skip
+])
 def test_limits_that_no_whole_nodes_meet_are_refused_before_a_run_is_there(
     write, low, high, gpus, nearest
 ):
@@ -310,7 +310,7 @@ def test_a_file_that_cannot_be_read_is_refused(write, tmp_path):
 @pytest.mark.parametrize("value", [
     "x = " + "[" * 10_000 + "]" * 10_000, "x = " + "{a = " * 10_000 + "1" + "}" * 10_000,
     "x." * 10_000 + "a = 1",
-], ids=["arrays", "tables", "dotted names"])  # fmt: skip
+], ids=["arrays", "tables", "dotted names"])
 def test_what_is_nested_too_deeply_is_refused(write, value):
     assert "run.toml is not TOML" in problems_of(write(f"{LOCAL}[task]\n{value}\n"))
     said = problems_of(write(LOCAL), f"train.epochs={{{value}}}", "elastic.max=" + "[" * 10_000)
@@ -374,7 +374,7 @@ def test_the_environment_of_a_job_is_free_of_an_outer_job_and_of_the_session(mon
     for name in ("SSH_AUTH_SOCK", "DISPLAY", "XDG_RUNTIME_DIR", "TMUX_PANE", "ELASTIC_JOB_ID"):
         monkeypatch.setenv(name, "x")
     kept = ("PYTHONPATH", "LD_LIBRARY_PATH", "MODULEPATH", "OMP_NUM_THREADS", "XDG_CACHE_HOME",
-            "NCCL_DEBUG")  # fmt: skip
+            "NCCL_DEBUG")
     for name in kept:
         monkeypatch.setenv(name, "kept")
     monkeypatch.setenv("SLURM_CONF", os.devnull)

@@ -55,7 +55,7 @@ def test_the_stacks_of_processes_that_share_a_pipe_do_not_mix():
     for number, (ears, _) in enumerate(lines):
         mouth = lines[number - 1][1]
         children.append(subprocess.Popen([*command, str(ears)], stdout=subprocess.PIPE,
-                                         stderr=writer, pass_fds=(ears, mouth)))  # fmt: skip
+                                         stderr=writer, pass_fds=(ears, mouth)))
     for descriptor in (writer, *sum(lines, ())):
         os.close(descriptor)
     try:

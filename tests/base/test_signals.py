@@ -96,13 +96,13 @@ print(child.wait())
      (OF_ITS_OWN, "7\n"), (EXECUTED, "-15\n")],
     ids=["pool", "ended at once", "a notice to all", "a notice to its group", "cleans up",
          "fork", "a handler of its own", "executed"],
-)  # fmt: skip
+)
 def test_a_child_is_ended_by_its_parent_and_by_no_notice(story: str, said: str):
     """A multiprocessing.Pool waited for ever for children that took TERM for a notice."""
     process = subprocess.Popen(
         [sys.executable, "-c", START + story], env={"PYTHONPATH": str(ROOT / "lib")},
         stdout=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         assert process.communicate(timeout=20 * PATIENCE)[0] == said
         assert process.returncode == 0

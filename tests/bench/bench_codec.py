@@ -73,7 +73,7 @@ def measure_averaging(delta: torch.Tensor, threads: int) -> None:
 
             add_s, merge_s = medians_s(additions, averaging)
             record("codec", f"{words}, {name}: average", total / merge_s, "G/s", "add",
-                   total / add_s)  # fmt: skip
+                   total / add_s)
 
 
 def plain_add(mean: torch.Tensor, delta: torch.Tensor) -> None:

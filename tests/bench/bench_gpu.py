@@ -41,7 +41,7 @@ CONFIG, VOCABULARY, WARM, STEPS = ROOT / "etc/125m.toml", 32_000, 20, 100
 CASES = {
     "sync mode": ("run.mode=sync", "sync.global_batch_size=32"), "local mode": (),
     "local mode with overlap": ("local_sgd.overlap=rebase",),
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -54,10 +54,10 @@ def main() -> None:
         folder = Path(name)
         numpy.random.default_rng(0).integers(
             0, VOCABULARY, tokens + 1_000_000, dtype=numpy.uint16
-        ).tofile(folder / "tokens.bin")  # fmt: skip
+        ).tofile(folder / "tokens.bin")
         settings = [f'task.files=["{folder}/tokens.bin"]', "task.validation_files=[]",
                     f"train.max_tokens={tokens}", "run.scheduler=local", "train.optimizer=muon",
-                    "local_sgd.inner_steps=20", "checkpoint.interval=100 steps"]  # fmt: skip
+                    "local_sgd.inner_steps=20", "checkpoint.interval=100 steps"]
         bare = bare_loop(load(CONFIG, settings, None))
         record("gpu", "a bare loop", bare, "tok/s")
         for case in options.cases.split(","):

@@ -77,7 +77,7 @@ def measure(folder: Path, workers: int) -> None:
         [sys.executable, "-m", "elastic.train.start", "master", str(run.path)],
         stdout=log, stderr=log,
         env={**os.environ, "PYTHONPATH": str(ROOT / "lib")}, start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         crowd = Crowd(run, workers)
         crowd.join()
@@ -106,7 +106,7 @@ def make_run(folder: Path, workers: int) -> RunDir:
     files = draft.write_fragment(LAYOUT, 0, torch.zeros(64), torch.zeros(64))
     draft.commit(LAYOUT, files, commit_of(
         time=time.time(), layout=LAYOUT.hash, dataset_samples=10**9, total_tokens=10**9
-    ))  # fmt: skip
+    ))
     return run
 
 
@@ -133,7 +133,7 @@ class Crowd:
 
     def fields(self, state: str) -> dict:
         return {"job_id": "0", "node": "bench", "pid": 0, "state": state, "version": self.version,
-                "step": 1, "steps_total": 1, "tokens_per_s": 1.0, "loss": 1.0}  # fmt: skip
+                "step": 1, "steps_total": 1, "tokens_per_s": 1.0, "loss": 1.0}
 
     def join(self) -> None:
         for slot in range(self.workers):
@@ -171,7 +171,7 @@ class Crowd:
             run=self.run.key, slot=slot, attempt=1, job_id="0", base=self.version,
             layout=LAYOUT.hash, codec="none", steps=1, tokens=4, samples=tuple(samples), loss=1.0,
             first_loss=1.0, fragments=(part,),
-        )  # fmt: skip
+        )
         self.store.offer(slot, 1, self.version, asdict(header))
 
 

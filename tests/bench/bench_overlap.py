@@ -53,7 +53,7 @@ def main() -> None:
 def measure(size: Size, step_s: float, settings: dict) -> tuple[float, float]:
     """Seconds of stall, and from commit to commit; medians."""
     given = {"run.task": "bench_task:Waiting", "task.step_s": step_s, "local_sgd.inner_steps": K,
-             "local_sgd.inner_state_every": int("task.moments" in settings)}  # fmt: skip
+             "local_sgd.inner_state_every": int("task.moments" in settings)}
     with scratch() as name:
         folder = Path(name)
         try:

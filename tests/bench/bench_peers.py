@@ -96,7 +96,7 @@ def make_venv() -> None:
         return
     call([sys.executable, "-m", "venv", "--clear", str(VENV)], "no venv")
     own, ours = (subprocess.check_output([python, "-c", SITE], text=True).strip()
-                 for python in (PYTHON, sys.executable))  # fmt: skip
+                 for python in (PYTHON, sys.executable))
     Path(own, "ours.pth").write_text(ours)
     ready.write_text(pins)
 
@@ -135,14 +135,14 @@ def measure(system: str, size: Size) -> list[dict]:
 
 def start(system: str, size: Size, rank: int, folder: Path) -> subprocess.Popen:
     given = {"folder": folder, "rank": rank, "workers": size.workers,
-             "parameters": size.parameters, "rounds": ROUNDS}  # fmt: skip
+             "parameters": size.parameters, "rounds": ROUNDS}
     words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
     with (folder / f"log-{rank}").open("wb") as log:
         return subprocess.Popen(
             [str(PYTHON), str(HERE / "peer_replica.py"), system, *words], stdin=subprocess.PIPE,
             stdout=log, stderr=log, start_new_session=True,
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )  # fmt: skip
+        )
 
 
 def wait_for(folder: Path, replicas: list[subprocess.Popen]) -> list[dict]:

@@ -79,7 +79,7 @@ def run_ours(box: Sandbox, home: Path, options) -> tuple[list, list[dict], list[
     environment = {
         "HOME": str(home), "PATH": os.environ["PATH"], "ELASTIC_PYTHON": sys.executable,
         "ELASTIC_RUNS": str(home / "runs"), "ELASTIC_SITE": os.devnull, **box.environment(),
-    }  # fmt: skip
+    }
     subprocess.run([ROOT / "bin/elastic-submit", path], env=environment, check=True)
     run = RunDir(home / "runs" / "ours")
     metrics = run.path / "metrics.jsonl"
@@ -177,7 +177,7 @@ def split(steps: list, restore: dict) -> dict[str, float]:
     after = min(at for _, at in steps if at > restore["time"])
     loaded = restore["time"] - restore["load_s"]
     return {"Slurm's wait": restore["launched"] - before, "start-up": loaded - restore["launched"],
-            "load": restore["load_s"], "first step": after - restore["time"]}  # fmt: skip
+            "load": restore["load_s"], "first step": after - restore["time"]}
 
 
 def gaps(steps: list) -> list[float]:

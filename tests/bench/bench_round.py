@@ -164,7 +164,7 @@ def start(folder: Path, size: Size, settings: dict[str, object]) -> RunDir:
 
 def environment(folder: Path) -> dict[str, str]:
     own = {"ELASTIC_HOME_DIR": str(folder / "home"), "ELASTIC_RUNS": str(folder / "runs"),
-           "ELASTIC_SITE": os.devnull, "ELASTIC_PYTHON": sys.executable}  # fmt: skip
+           "ELASTIC_SITE": os.devnull, "ELASTIC_PYTHON": sys.executable}
     return {**os.environ, **own}
 
 

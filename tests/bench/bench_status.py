@@ -110,7 +110,7 @@ def make_run(home: Path, name: str, url: str, workers: int, first_id: int) -> li
             delta_of(slot, job_id=str(first_id + slot), base=version - 1, steps=100, tokens=1000,
                      loss=2.0, samples=((0, slot, slot + 1),), seconds=50.0, stall_s=1.0,
                      delivered=now) for slot in range(workers)
-        )  # fmt: skip
+        )
         told = {"tokens": 1000 * version, "total_tokens": 10**6, "loss": 2.0, "workers": workers}
         run.commits.link(commit_of(version, time=now - 60 + version, deltas=deltas, **told))
     for number in range(EVENTS):
@@ -132,7 +132,7 @@ def with_leases(run: RunDir, workers: int, first_id: int) -> None:
     for slot in range(workers):
         fields = {"job_id": str(first_id + slot), "node": f"n{slot}", "pid": 1, "version": 59,
                   "state": "training", "step": 40, "steps_total": 4000, "loss": 2.0,
-                  "tokens_per_s": 900.0}  # fmt: skip
+                  "tokens_per_s": 900.0}
         store.lease(slot, 1, fields, 3600.0)
     master = {"version": 59, "state": "running", "reason": "", "job_id": str(first_id - 1)}
     store.set_master(1, master)

@@ -21,7 +21,7 @@ def record(bench: str, case: str, value: float, unit: str, against: str = "", ba
     """One figure; with `against`, its ratio to `base`, measured in the same run."""
     ratio = float(f"{value / base:.4g}") if base else None
     row = {"bench": bench, "case": case, "value": round(value, 6), "unit": unit,
-           "against": against, "ratio": ratio}  # fmt: skip
+           "against": against, "ratio": ratio}
     BUILD.mkdir(exist_ok=True)
     with (BUILD / "bench.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")

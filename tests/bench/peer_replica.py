@@ -101,7 +101,7 @@ class TorchFT:
             timeout=patience, quorum_timeout=patience, rank=0, world_size=1, hostname=LOOPBACK,
             store_addr=LOOPBACK, store_port=self._store.port, lighthouse_addr=lighthouse,
             replica_id=f"replica_{options.rank}", checkpoint_transport=no_checkpoints(),
-        )  # fmt: skip
+        )
 
     def prepare(self) -> None:
         pass
@@ -150,7 +150,7 @@ class Hivemind:
             json.loads(read(meeting)) if options.rank else None, start=True,
             host_maddrs=[f"/ip4/{LOOPBACK}/tcp/0"], nat_port_map=False, auto_nat=False,
             use_relay=False,
-        )  # fmt: skip
+        )
         if options.rank == 0:
             write(meeting, json.dumps([str(each) for each in self._dht.get_visible_maddrs()]))
         self._base = [param.detach().clone() for param in model.parameters()]
@@ -158,7 +158,7 @@ class Hivemind:
         self._averager = hivemind.DecentralizedAverager(
             [torch.zeros_like(each) for each in self._base], self._dht, start=True, prefix="bench",
             target_group_size=options.workers, min_group_size=options.workers,
-        )  # fmt: skip
+        )
 
     def prepare(self) -> None:
         """Form the group of this round."""

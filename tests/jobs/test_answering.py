@@ -60,6 +60,6 @@ def test_many_nodes_are_asked_in_waves(busy: Path):
     ("srun: error: n1: task 3: Out Of Memory", True),
     ("srun: error: n1: task 3: Exited with exit code 75", False),
     ("srun: Job 7 step creation temporarily disabled, retrying", False),
-])  # fmt: skip
+])
 def test_srun_says_that_a_node_or_a_rank_is_gone(said: str, is_bad: bool):
     assert bool(BAD_EXIT.match(said)) == is_bad

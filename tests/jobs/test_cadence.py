@@ -42,7 +42,7 @@ def test_interruptions_shorten_the_mean_and_none_leaves_a_guess():
     ("setting", "parsed"),
     [("500 steps", (500.0, "steps")), ("10m", (600.0, "s")), ("90s", (90.0, "s")),
      ("2h", (7200.0, "s"))],
-)  # fmt: skip
+)
 def test_a_fixed_interval_is_steps_or_time(setting, parsed):
     assert units.interval(setting) == parsed
 

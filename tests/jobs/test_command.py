@@ -18,14 +18,14 @@ TORCHRUN = [
     "--nproc-per-node={gpus_per_node}", "--rdzv-backend=c10d",
     "--rdzv-endpoint={master_addr}:{master_port}", str(SCRIPT),
     "--checkpoint_dir", "{checkpoints}", "--resume", "{resume}",
-]  # fmt: skip
+]
 
 
 def test_names_in_braces_are_replaced_and_others_refused():
     values = {"resume": "/c/step_3.pt", "gpus": "4"}
     assert expand(["a", "{gpus}", "--x={gpus}:{resume}"], values) == [
         "a", "4", "--x=4:/c/step_3.pt",
-    ]  # fmt: skip
+    ]
     with pytest.raises(UsageError, match="{size}"):
         expand(["a", "{size}"], values)
 
@@ -47,7 +47,7 @@ def test_a_flag_is_there_where_there_is_something_to_resume():
     ("command", "first"),
     [(["a", "--resume", "{resume}", "b"], ["a", "b"]), (["a", "--resume={resume}"], ["a"]),
      (["a", "{resume}"], ["a"]), (["a", "b"], ["a", "b"])],
-)  # fmt: skip
+)
 def test_without_a_checkpoint_the_option_that_names_it_is_left_out(command, first):
     assert expand(command, {"resume": ""}) == first
 
@@ -64,7 +64,7 @@ def test_an_ordinary_ddp_script_under_torchrun_is_preempted_and_finishes(tmp_pat
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a folder there
     hurry = tmp_path / "hurry"
     settings = {"run.mode": "sync", "run.command": [*TORCHRUN, "--hurry", str(hurry)],
-                "elastic.max": 2, "sync.ranks_per_node": 1, "local_scheduler.gpus": 2}  # fmt: skip
+                "elastic.max": 2, "sync.ranks_per_node": 1, "local_scheduler.gpus": 2}
     with running(tmp_path, settings) as run:
         run.until(lambda: len(epochs(run)) >= 2, 60, "two epochs")
         job = run.jobs()["trainer", 0]

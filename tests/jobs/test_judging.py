@@ -11,7 +11,7 @@ from elastic.run.records import Outcome
 CRASH = {
     "code": 1, "error": "", "closing": "", "told": "", "notice": "", "fenced_by": 0,
     "is_own": False,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ CRASH = {
          "the run is stopped"),
         ({"code": 93, "is_own": True}, "crashed", "the ranks ended with code 93"),
     ],
-)  # fmt: skip
+)
 def test_the_end_of_the_ranks_is_judged_by_facts_alone(facts, outcome, reason):
     end = judge(**CRASH | facts)
     assert (end.outcome, end.reason) == (Outcome(outcome), reason)

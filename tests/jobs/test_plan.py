@@ -23,12 +23,12 @@ NODES = ("n1", "n2", "n3")
 ENDED = (  # the only states that free a slot, spelled out again on purpose
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "ENDED", "FAILED", "NODE_FAIL",
     "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
-)  # fmt: skip
+)
 QUEUED = ("EXPEDITING", "PENDING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 STARTED = ("RUNNING", "CONFIGURING", "SIGNALING", "STOPPED", "SUSPENDED")
 ODD = ("COMPLETING", "RESIZING", "A_STATE_OF_2031", "")
 FOR_GOOD = ("launch failed requeued held", "DependencyNeverSatisfied",
-            "Reservation mine was deleted")  # fmt: skip
+            "Reservation mine was deleted")
 REASONS = ("", "None", "Priority", "Resources,BeginTime", "JobHeldUser", "JobHeldAdmin", *FOR_GOOD)
 GOOD, BAD = ("done", "stopped", "yielded", "lost", "killed", "cancelled", "fenced"), ("failed",)
 
@@ -91,7 +91,7 @@ def random_job(rng, job_id):
     cancelled = rng.choice((None, None, None, NOW - rng.choice(AGO_S)))
     limit = NOW + rng.choice(AGO_S) if state in STARTED and rng.random() < 0.3 else None
     return Job(job_id, *random_place(rng), state, rng.choice(REASONS), at, *where, cancelled,
-                   limit_at=limit)  # fmt: skip
+                   limit_at=limit)
 
 
 def random_end(rng, job_id):
@@ -357,7 +357,7 @@ def test_a_run_fails_only_for_crashes_in_a_row_that_nobody_outlived(world):
 def test_a_node_is_avoided_only_for_recent_crashes_while_work_goes_on_elsewhere(world):
     bad = bad_nodes(world.memory, NOW)
     masters = Counter(end.node for end in world.memory.ended if end.node and NOW - end.at < 1800
-                      and (end.role, end.outcome) == ("master", "failed"))  # fmt: skip
+                      and (end.role, end.outcome) == ("master", "failed"))
     avoided = {"worker": bad, "master": tuple(sorted(n for n in masters if masters[n] >= 2))}
     for action in verbs(plan(world, NOW), SUBMIT):
         assert action.exclude == avoided.get(action.role, ())
@@ -729,7 +729,7 @@ class Cluster:
     late: list = field(default_factory=list)  # submissions that turn up later
     memory: Memory = field(default_factory=lambda: Memory(born=NOW))
     limits: dict = field(default_factory=lambda: {"max_pending": 3, "max_failures": 10**6,
-                                                   "backoff_s": 5.0})  # fmt: skip
+                                                   "backoff_s": 5.0})
     next_id: int = 1
     calm: bool = False
     closing: str = ""

@@ -30,7 +30,7 @@ SILENT = TryAgain("no answer", "wait a bit")
     (SILENT, WORKER, True, "yielded"),
     (SILENT, MASTER, True, "yielded"),
     (ElasticError("no answer", "wait a bit"), WORKER, False, "failed"),
-])  # fmt: skip
+])
 def test_what_does_not_answer_is_no_crash_of_the_users_program(error, role, has_notice, outcome):
     end = end_of_error(error, role, has_notice)
     assert (end.outcome, end.reason, end.detail) == (outcome, "no answer", "wait a bit")
@@ -46,7 +46,7 @@ def ended(home, make_run):
         command = [ROOT / "bin" / "elastic", program, run.path, *(["0"] * (program == "agent"))]
         env = environment(home, ELASTIC_JOB_ID="7", **extra)
         done = subprocess.run(command, env=env, capture_output=True, text=True,
-                              timeout=60 * PATIENCE)  # fmt: skip
+                              timeout=60 * PATIENCE)
         return run.jobs.ending("7"), done.returncode, done.stdout + done.stderr
 
     yield run_it
@@ -75,7 +75,7 @@ def test_a_launcher_that_slurm_does_not_answer_counts_as_killed(ended, tmp_path)
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Unable to contact' >&2; exit 1\n")
     (tmp_path / "scontrol").chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1",
-           "PATH": f"{tmp_path}:{os.environ['PATH']}"}  # fmt: skip
+           "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     record, code, said = ended("launch", "sync", **job)
     assert (record["state"], record["outcome"], record["code"], code) == ("ended", "killed", 75, 75)
     assert record["reason"] == "scontrol failed: Unable to contact"
@@ -111,7 +111,7 @@ def test_an_agent_outlives_a_moments_silence_of_the_filesystem(run, monkeypatch)
     (1, {"SLURM_JOB_CPUS_PER_NODE": "8,4(x2),16"}, "4"),  # where a site confines no job
     (2, {"SLURM_JOB_CPUS_PER_NODE": "8,4(x2),16"}, "2"),
     (2, {"SLURM_JOB_CPUS_PER_NODE": "64"}, "3"),
-])  # fmt: skip
+])
 def test_processes_that_share_cores_have_equal_parts_of_them(
     monkeypatch, capfd, sharers: int, environment: dict, said: str | None
 ):

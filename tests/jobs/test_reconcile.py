@@ -214,7 +214,7 @@ def test_what_a_later_version_notes_besides_is_left_out(run, slurm, again):
     memory = reconcile.remembered(run, NOW)
     assert memory.born == told["born"]
     assert json.loads(json.dumps(asdict(memory))) == {**told, "unsure": [
-        {name: value for name, value in unsure[0].items() if name != "later"}]}  # fmt: skip
+        {name: value for name, value in unsure[0].items() if name != "later"}]}
 
 
 @pytest.mark.parametrize("damage", ['{"memory": {"jobs": 3}}', "", '{"memory": []}'])
@@ -500,7 +500,7 @@ def test_a_master_that_no_other_node_can_take_is_submitted_for_the_avoided_one(r
     slurm.on_submit = refuse
     for _ in range(2):
         master = next(job for job in slurm.listed.values()
-                      if job.role == "master" and not job.ended)  # fmt: skip
+                      if job.role == "master" and not job.ended)
         slurm.listed[master.job_id] = replace(master, state="FAILED", node="c1")
         again(10)
         again(120)
@@ -642,7 +642,7 @@ def test_growths_that_come_true_do_not_wait_for_each_other_ever_longer(run, slur
         there = [job for job in slurm.listed.values() if not job.ended]
         if there and not any(job.started for job in there):
             record = {"role": "trainer", "slot": 0, "state": "training",
-                      "gpus": gpus.get(there[0].job_id, 1)}  # fmt: skip
+                      "gpus": gpus.get(there[0].job_id, 1)}
             run.jobs.write_ending(there[0].job_id, {**record, "time": slurm.now})
             slurm.listed[there[0].job_id] = replace(there[0], state="RUNNING", started_at=slurm.now)
     gaps = [after - before for before, after in itertools.pairwise(tried)]
@@ -887,7 +887,7 @@ def test_runs_on_a_dead_server_keep_no_other_waiting(make_run):
     code += "from elastic.commands.main import elastic; elastic(['reconcile'])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "lib")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True,
-                          text=True, timeout=30 * PATIENCE)  # fmt: skip
+                          text=True, timeout=30 * PATIENCE)
     why = "the filesystem has not answered for 3 s"
     assert done.stdout == f"nothing done: hung: {why}; hung-too: {why}\n"
     assert (done.returncode, done.stderr) == (75, "")

@@ -57,7 +57,7 @@ class Site:
 
     def submit(self, slot: int = 0, role: str = "worker", folder: Path | None = None) -> str:
         environment = {"PATH": os.environ["PATH"], "GREETING": "a b\n'c'",
-                       "ELASTIC_HOME": str(self.home)}  # fmt: skip
+                       "ELASTIC_HOME": str(self.home)}
         where = (folder or self.folder, "run", role, slot)
         each = self.config.slurm.gpus_per_worker if role == "worker" else 0
         return self.scheduler.submit(JobSpec(*where, self.config, environment, gpus=(each, each)))
@@ -186,7 +186,7 @@ def test_the_number_of_gpus_can_change_and_ends_no_job(make_site):
         ((0, 1), None, "", 0, ""), ((7, 5), None, "", 2, "01"), ((0, 1, 2, 3), "3,2", "", 1, "3"),
         ((0, 1, 2, 3), "2, 3", "2", 1, "3"), ((0, 1), "", "", 2, ""),
     ],
-)  # fmt: skip
+)
 def test_gpus_of_the_machine_are_shared_out(monkeypatch, here, visible, in_use, count, mine):
     """Or those that the user has chosen. In a container /dev has the numbers of outside."""
     names = [Path(f"/dev/nvidia{number}") for number in here]

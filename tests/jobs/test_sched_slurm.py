@@ -65,7 +65,7 @@ def test_squeue_answer_becomes_the_elastic_jobs_in_it():
             ended_at=1795257499.0, run="big"),
         Job("37", "worker", 1, "COMPLETING", "None", 1795257480.0, 1795257481.0, "n4",
             ended_at=1795257499.0, run="big"),
-    ]  # fmt: skip
+    ]
     assert [job.ended for job in parse_squeue(SQUEUE)] == [False, False, True, False, True, False]
 
 
@@ -75,7 +75,7 @@ def test_a_job_is_found_by_its_name_alone(tmp_path):
     whose = ("big", "trainer", 0)
     assert parse_job_name(spec.name) == whose
     for other in ("big/t0", "t0@elastic", "big/t@elastic", "big/t00@elastic", "big/x0@elastic",
-                  "elastic:big/trainer/0", "a/b/t0@elastic", "big/t0@elastic2"):  # fmt: skip
+                  "elastic:big/trainer/0", "a/b/t0@elastic", "big/t0@elastic2"):
         assert parse_job_name(other) is None, other
 
 
@@ -171,7 +171,7 @@ def test_sbatch_command_of_a_worker_with_every_option(tmp_path):
         "--signal=USR2@60", "--exclude=n[7-9],n1,n2", "--constraint=nvlink", "--nice=100",
         "/opt/elastic/sbatch/worker.sbatch",
         "/opt/elastic", "/opt/venv/bin/python", "/runs/5% off/big", "7",
-    ]  # fmt: skip
+    ]
 
 
 def test_sbatch_command_of_a_master_asks_for_no_gpus(tmp_path):
@@ -182,7 +182,7 @@ def test_sbatch_command_of_a_master_asks_for_no_gpus(tmp_path):
         "--time=7-00:00:00", "--cpus-per-task=3", "--signal=USR2@60", "--exclude=n[7-9]",
         "--nice=1", "/opt/elastic/sbatch/master.sbatch",
         "/opt/elastic", "python3", "/runs/big", "0",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_master_has_an_account_a_qos_and_memory_of_its_own(tmp_path):
@@ -208,7 +208,7 @@ def test_workers_get_the_sites_own_options_of_srun(tmp_path):
     ("cores", "words"),
     [("64(x2)", "--cpus-per-task=8"), ("1(x2)", "--overcommit"), ("32,16", "--cpus-per-task=2"),
      ("32(x2),16,128(x16)", "--cpus-per-task=2")],
-)  # fmt: skip
+)
 def test_ranks_share_the_smallest_nodes_cores_however_few(monkeypatch, cores, words):
     """A smaller node than the first had not what each rank asked for: no step was started."""
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "32")
@@ -219,7 +219,7 @@ def test_ranks_share_the_smallest_nodes_cores_however_few(monkeypatch, cores, wo
 
 
 NODE = ("NodeName={0} CPUTot={1} CPUEfctv={2} RealMemory={3} MemSpecLimit={4} Gres=gpu:a100:{5} "
-        "OS=Linux 6.1 #1 SMP State=IDLE")  # fmt: skip
+        "OS=Linux 6.1 #1 SMP State=IDLE")
 
 
 @pytest.mark.parametrize(
@@ -247,16 +247,16 @@ def test_a_gpus_share_of_its_node_is_what_slurm_has_no_default_for(
     """1 CPU a GPU over DefCpuPerGPU it was. Cores and memory that a site keeps are not shared.
     Slurm refuses a job that says the same in two ways, --mem and --mem-per-gpu."""
     rows = [NODE.format("big", 128, 126, 1000000, 8000, 8),
-            NODE.format("few", 64, 60, 600000, 0, 4)]  # fmt: skip
+            NODE.format("few", 64, 60, 600000, 0, 4)]
     said = {"partition": f"PartitionName=gpu {partition}\nPartitionName=cpu",
             "config": f"Configuration data as of 1767225600\n{settings}"
                       "SLURM_VERSION           = 24.11.5\n",
-            "node": "\n".join(rows)}  # fmt: skip
+            "node": "\n".join(rows)}
     listed = [Node("gpu", name, name, name, "idle", f"gpu:a100:{gpus}(S:0-1)", name)
-              for name, gpus in (("big", 8), ("few", 4))]  # fmt: skip
+              for name, gpus in (("big", 8), ("few", 4))]
     monkeypatch.setattr(sched_slurm, "nodes", lambda: [*listed, Node("cpu", *"ccc", "idle", "")])
     monkeypatch.setattr(sched_slurm, "slurm_command", lambda argv, **_: subprocess.CompletedProcess(
-        argv, 0, next(text for what, text in said.items() if what in argv), ""))  # fmt: skip
+        argv, 0, next(text for what, text in said.items() if what in argv), ""))
     slurm = replace(make_spec(tmp_path, SLURM_TOML).config.slurm, options=options)
     for names in ("gpu", "gpu,cpu", "cpu,gpu"):  # a job may get any of them
         assert sched_slurm.share_of_gpu(replace(slurm, partition=names)) == share
@@ -299,7 +299,7 @@ def test_options_that_are_not_set_are_not_passed(tmp_path):
     )
     assert sbatch_argv(spec, Path("/opt/elastic"), "python3")[10:-5] == [
         "--nodes=1", "--ntasks=1", "--partition=gpu", "--gres=gpu:1",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_a_failed_submission_is_final_or_for_later(expected, first, last):
 @pytest.mark.parametrize("words", [
     "Socket timed out on send/recv operation", "Unexpected message received",
     "Unable to contact slurm controller (connect failure)", "exit status -11",
-])  # fmt: skip
+])
 def test_a_command_without_an_answer_is_try_again_and_a_submission_unsure(tmp_path, words):
     says = f"echo 'sbatch: error: Batch job submission failed: {words}' >&2; exit 1"
     gone = fake_command(tmp_path, "sbatch", "kill -SEGV $$" if words.endswith("-11") else says)
@@ -384,7 +384,7 @@ BANNER = "Welcome to cluster 7!\\nYour project has 1200 hours left\\n"
 @pytest.mark.parametrize(("said", "job_id"), [
     ("123\\n", "123"), ("123;west\\n", "123"), (BANNER + "123\\n", "123"),
     (BANNER + "123;west\\nSee https://site/123\\n", "123"), ("Submitted\\r\\n123\\r\\n", "123"),
-])  # fmt: skip
+])
 def test_the_id_is_found_among_the_words_of_a_sites_own_sbatch(tmp_path, said, job_id):
     """It was lost: the run waited ten minutes for a job of which it had been told."""
     environment = fake_command(tmp_path, "sbatch", f"printf '{said}'")
@@ -724,7 +724,7 @@ def test_a_job_that_does_not_leave_in_its_notice_ends_preempted_and_is_not_reque
 @pytest.mark.slurm
 @pytest.mark.parametrize("change", ['partition = "preempt"|partition = "nosuch"',
                                     "gpus_per_worker = 2|gpus_per_worker = 3",
-                                    'cpus_per_gpu = 2|time = "soon"'])  # fmt: skip
+                                    'cpus_per_gpu = 2|time = "soon"'])
 def test_what_slurm_can_never_run_is_refused_and_does_not_wait(stage, change):
     with pytest.raises(Refused, match="sbatch: "):
         stage.submit(TOML.replace(*change.split("|")), slot=6)
@@ -781,7 +781,7 @@ def test_spare_is_what_is_idle_while_nobody_else_waits(stage):
         waiting = stage.submit()  # of the run itself
         assert spare() == 2
         stage.box.run("sbatch", "--partition=preempt", "--nodes=3", "--exclusive",
-                      "--output=/dev/null", "--wrap=true")  # fmt: skip
+                      "--output=/dev/null", "--wrap=true")
         wait_until(lambda: spare() == 0, 30, "somebody else waits")
         stage.scheduler.cancel(waiting)
     finally:
@@ -794,7 +794,7 @@ def test_spare_is_what_is_idle_while_nobody_else_waits(stage):
     (["--constraint=a|c"], 4), (["--constraint=[a|c]"], 0), (["--constraint=a*2"], 0),
     (["--constraint=(a|c)&d"], 0), (["--constraint=x"], 0), (["--exclude=n[1-2]"], 3),
     (["-x", "n1"], 4), (["--reservation=mine"], 0), (["-w", "n1"], 0), (["--exclusive"], 5),
-])  # fmt: skip
+])
 def test_spare_are_nodes_that_the_jobs_own_options_let_it_have(tmp_path, options, spare):
     """All idle nodes of the partition were: a job was started anew, again and again, for GPUs
     without the feature that it wants. Slurm reads a|d&c as (a|d)&c."""
@@ -813,7 +813,7 @@ def test_spare_are_nodes_that_the_jobs_own_options_let_it_have(tmp_path, options
 @pytest.mark.parametrize(("row", "spare"), [
     (("Resources", "{me}", "job", ""), 0), (("Priority", "{me}", "a/t0@elastic", ""), 1),
     (("Priority", "4711", "a/t0@elastic", ""), 0), (("Dependency", "4711", "job", ""), 1),
-])  # fmt: skip
+])
 def test_another_users_elastic_waits_as_anybody_does(tmp_path, row, spare):
     """Its name made it one of our own: we took the nodes that it was waiting for."""
     listing = "\x1f".join(row).format(me=os.getuid())
@@ -835,7 +835,7 @@ def test_nodes_that_are_reserved_or_powered_down_are_not_spare(new_sandbox, tmp_
     spec = make_spec(tmp_path, TOML, role="trainer", slot=0)
     assert SlurmScheduler().spare_gpus(spec, 99) == 3
     box.run("scontrol", "create", "reservation", "ReservationName=repair", "Nodes=n3",
-            "StartTime=now", "Duration=60", "Users=games", "Flags=IGNORE_JOBS")  # fmt: skip
+            "StartTime=now", "Duration=60", "Users=games", "Flags=IGNORE_JOBS")
     box.run("scontrol", "update", "NodeName=n2", "State=POWER_DOWN")
     wait_until(lambda: SlurmScheduler().spare_gpus(spec, 99) == 1, 30, "one is left")
 
@@ -917,7 +917,7 @@ def test_a_job_whose_prolog_fails_is_told_from_one_that_was_cancelled(
 def test_a_job_whose_reservation_is_gone_never_starts(stage):
     box = stage.box
     box.run("scontrol", "create", "reservation", "ReservationName=mine", "Nodes=n1",
-            "StartTime=now", "Duration=60", f"Users={user_name()}")  # fmt: skip
+            "StartTime=now", "Duration=60", f"Users={user_name()}")
     options = 'options = ["--reservation=mine", "--begin=now+1hour"]'
     job_id = stage.submit(TOML.replace("cpus_per_gpu = 2", options))
     box.run("scontrol", "update", "ReservationName=mine", "EndTime=now+2")

@@ -185,14 +185,14 @@ def test_a_host_list_is_expanded_in_its_order(text: str, hosts: str):
 @given(
     st.lists(st.tuples(st.sampled_from(["n", "gpu-", "r2c"]), st.integers(1, 4),
                        st.lists(st.tuples(st.integers(0, 120), st.integers(0, 9)), min_size=1)))
-)  # fmt: skip
+)
 def test_every_range_gives_its_numbers_at_its_width(groups):
     parts, hosts = [], []
     for prefix, width, spans in groups:
         ranges = [(f"{low:0{width}d}", low, low + more) for low, more in spans]
         parts.append(f"{prefix}[{','.join(f'{low}-{high}' for low, _, high in ranges)}]")
         hosts += [f"{prefix}{number:0{len(text)}d}"
-                  for text, low, high in ranges for number in range(low, high + 1)]  # fmt: skip
+                  for text, low, high in ranges for number in range(low, high + 1)]
     assert expand_hostlist(",".join(parts)) == hosts
 
 

@@ -83,7 +83,7 @@ def test_steps_of_sync_mode_are_lost_if_they_come_again():
 def test_kinds_are_told_apart_by_what_was_trained_until_the_next_fault():
     work = [Work((0, 1), 0, 10, 100), Work((0, 1), 10, 20, 50)]
     hits = [(Fault("a", 0, "", ()), Cost(1, 2.0, 3.0)), (Fault("b", 10, "", ()), Cost(2, 4.0, 5.0)),
-            (Fault("a", 20, "", ()), Cost(4, 1.0, math.inf))]  # fmt: skip
+            (Fault("a", 20, "", ()), Cost(4, 1.0, math.inf))]
     a, b = by_kind(hits, work, 30)
     assert (a["kind"], a["count"], a["steps_lost"], a["tokens_per_s"]) == ("a", 2, 5, 5)
     assert (a["next_commit_s"], a["back_s"]) == ([1.5, 2.0], [None, None])
@@ -116,7 +116,7 @@ def test_to_a_run_whose_steps_nobody_knows_no_fault_is_done(tmp_path, monkeypatc
     monkeypatch.setenv("ELASTIC_HOME_DIR", str(tmp_path / "registry"))
     path = tmp_path / "own.toml"
     path.write_text('[run]\nname = "own"\nmode = "sync"\nscheduler = "local"\n'
-                    'command = ["{python}", "train.py"]\n')  # fmt: skip
+                    'command = ["{python}", "train.py"]\n')
     settings = config.load(path, [])
     run = RunDir.create(tmp_path / "runs", settings, Control("sync", "running", 1, 1), {})
     with pytest.raises(UsageError, match="run own cannot be known: run.command counts its steps"):
@@ -169,7 +169,7 @@ def only_processes_and_jobs_of_the_run_are_hit(run: Running) -> None:
 def test_sync_mode_survives_and_counts_the_steps_that_came_again(tmp_path):
     """The job is preempted, and its rank killed; a checkpoint is damaged, and an older one does."""
     settings = {"run.mode": "sync", "elastic.max": 1, "checkpoint.interval": "10 steps",
-                "sync.global_batch_size": 4, "health.hang_timeout": "60s"}  # fmt: skip
+                "sync.global_batch_size": 4, "health.hang_timeout": "60s"}
     with running(tmp_path, settings, samples=1000, step_s=0.1) as run:
         agent = chaos.Chaos(run.run)
         run.until(lambda: len(list(run.run.path.glob("checkpoints/step-*.json"))) > 1, 60, "two")

@@ -27,7 +27,7 @@ SAMPLES = 2000
 TASK = {"samples": SAMPLES, "dropout": 0.0}
 SETTINGS = ("train.batch_size=4", "train.learning_rate=0.02", "train.schedule=cosine",
             "train.optimizer=adamw", "local_sgd.inner_steps=5", "local_sgd.cold_start=0",
-            "local_sgd.outer_momentum=0.8", "local_sgd.compression=none")  # fmt: skip
+            "local_sgd.outer_momentum=0.8", "local_sgd.compression=none")
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +181,7 @@ def test_four_workers_learn_while_their_deltas_travel(make_config, kind, learns)
 
 
 @pytest.mark.parametrize("crew", [rig.steady(4, 5), rig.cut(5, 0), rig.churn(5, 0, "ramp"),
-                                  rig.forgetful(5), rig.late(5)])  # fmt: skip
+                                  rig.forgetful(5), rig.late(5)])
 def test_every_participation_spends_the_same_samples_once(crew):
     deltas = [delta for commit in rig.trace(crew, 10, 300, 2) for delta in commit.deltas]
     positions = [at for d in deltas for _, start, stop in d.samples for at in range(start, stop)]
@@ -190,7 +190,7 @@ def test_every_participation_spends_the_same_samples_once(crew):
 
 
 LEVELS = {"dp": 1.62, "quarter": 1.75, "plain": 1.68, "lone": 1.5, "lone_plain": 1.6,
-          "churn": 1.65, "churn_ramp": 1.65}  # fmt: skip
+          "churn": 1.65, "churn_ramp": 1.65}
 
 
 def losses(**changes: float) -> rig.Losses:

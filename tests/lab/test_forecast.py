@@ -28,7 +28,7 @@ AWS = ROOT / "etc/traces/spot-addremove-aws-p3.csv"
 COSTS = Costs(step_s=1, startup_s=10, queue_s=0, requeue_s=20, notice_s=5, leave_s=1)
 WHOLE = {"elastic.max": 2, "checkpoint.interval": "30s", "local_sgd.inner_steps": 10,
          "local_sgd.cold_start": 0, "local_sgd.min_deadline": "1s",
-         "local_sgd.last_call": "1s"}  # fmt: skip
+         "local_sgd.last_call": "1s"}
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def run_of(**changes):
 def there(*spans: tuple[str, float, float]) -> list[Change]:
     """Nodes of one GPU, each from a time to another."""
     changes = [Change(at, node, gpus) for node, start, stop in spans
-               for at, gpus in ((start, 1), (stop, 0))]  # fmt: skip
+               for at, gpus in ((start, 1), (stop, 0))]
     return sorted(changes, key=lambda change: change.at)
 
 
@@ -64,7 +64,7 @@ def test_a_requeued_job_saves_loses_waits_and_trains_again():
     assert parts(found.play(200)) == {
         "training": 30 + 28 + 28 + 3 + 27 + 28 + 3, "replay": 3, "start-up": 20, "waiting": 10,
         "allocated": 105 + 75,
-    }  # fmt: skip
+    }
 
 
 def test_a_requeued_job_needs_all_its_nodes():
@@ -83,7 +83,7 @@ def test_a_trainer_saves_at_the_notice_and_goes_on_with_what_is_left():
     assert parts(found) == {
         "training": 2 * (30 + 29 + 24.5) + 30 + 29 + 28.5, "start-up": 30, "waiting": 6,
         "notice": 10, "allocated": 2 * 100.5 + 99.5,
-    }  # fmt: skip
+    }
 
 
 def test_a_trainer_whose_notice_is_too_short_goes_back_to_its_last_checkpoint():
@@ -112,7 +112,7 @@ def test_a_worker_that_is_preempted_delivers_the_steps_it_has():
     assert parts(found) == {
         "training": 40 + 31, "start-up": 20, "waiting": 9 + 9, "notice": 2, "open": 1.5,
         "allocated": 60.5 + 52,
-    }  # fmt: skip
+    }
 
 
 def test_a_worker_that_is_killed_loses_its_round_and_the_others_call_in_vain():
@@ -185,13 +185,13 @@ ALL_COSTS = st.builds(
     save_s=st.sampled_from([0.0, 5.0]), stall_s=st.sampled_from([0.0, 1.0]),
     deliver_s=st.sampled_from([0.0, 0.7]), deliver_alone_s=st.just(0.3),
     average_s=st.sampled_from([0.0, 2.0]), pull_s=st.sampled_from([0.0, 0.5]),
-)  # fmt: skip
+)
 
 
 def plays(changes: list[Change], costs: Costs) -> list:
     config = run_of(elastic__max=3)
     return [Requeue(Nodes(changes), config, costs, [2]), Sync(Nodes(changes), config, costs),
-            Local(Nodes(changes), config, costs)]  # fmt: skip
+            Local(Nodes(changes), config, costs)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -216,7 +216,7 @@ def test_without_preemptions_all_is_training_but_for_start_up_saves_and_rounds(n
     pause_s = costs.deliver_s + costs.average_s + costs.pull_s
     saves = 2000 / 600
     least = {Requeue: saves * costs.save_s, Sync: saves * costs.stall_s,
-             Local: 2000 * pause_s / (10 * costs.step_s + pause_s)}  # fmt: skip
+             Local: 2000 * pause_s / (10 * costs.step_s + pause_s)}
     for kind, other_s in least.items():
         play = kind(Nodes(changes), config, costs, *([[nodes]] if kind is Requeue else []))
         found = play.play(2000.0)
@@ -256,7 +256,7 @@ def test_sync_mode_is_taken_where_it_is_as_good():
     best, why = _choose(requeued, sync, way("local", 0.95, inner_steps=500))
     assert (best["mode"], best["inner_steps"]) == ("local", 500)
     assert why == ("it trains for 95% of the GPU time that is there, sync mode for 88%,"
-                   " --requeue for 50%")  # fmt: skip
+                   " --requeue for 50%")
 
 
 def test_a_run_on_a_part_of_a_node_is_forecast_too():
@@ -308,9 +308,9 @@ def test_a_trace_without_gpus_is_refused(tmp_path):
 
 def test_the_command_forecasts_and_recommends(tmp_path):
     (tmp_path / "t.csv").write_text("0,add,a\n0,add,b\n900000,remove,b\n1800000,add,b\n"
-                                    "3600000,remove,a\n")  # fmt: skip
+                                    "3600000,remove,a\n")
     given = ("plan", ROOT / "etc/demo.toml", "--trace", tmp_path / "t.csv",
-             "--set", "plan.step=10s")  # fmt: skip
+             "--set", "plan.step=10s")
     answer = elastic(*given, "--json", env=environment(tmp_path))
     assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout)
@@ -329,7 +329,7 @@ def test_the_command_says_what_it_lacks(tmp_path):
     assert "how long a step takes cannot be known" in answer.stderr
     assert "--set plan.step=SECONDS" in answer.stderr
     known = elastic("plan", config, "--trace", AWS, "--set", "plan.step=1s", "--json",
-                    env=environment(tmp_path))  # fmt: skip
+                    env=environment(tmp_path))
     assert known.returncode == 0
     assert "saves and deltas are taken to cost no time: task module nowhere" in known.stderr
     config.write_text('[run]\nscheduler = "local"\ncommand = ["x"]\n[train]\nepochs = 1\n')

@@ -40,11 +40,11 @@ COMMON = {
     "checkpoint.interval": "10m", "sync.grow_after": "10m",
     # What a sandbox has: GRACE_S and KillWait, no queue, little to save and nothing to tear down.
     "plan.notice": "10s", "plan.queue": "0.5s", "plan.save": "0.5s", "plan.leave": "0.5s",
-}  # fmt: skip
+}
 LOCAL = COMMON | {
     "run.mode": "local", "slurm.master_partition": "cpu", "local_sgd.inner_steps": 12,
     "local_sgd.min_deadline": "2s", "local_sgd.last_call": "2s",
-}  # fmt: skip
+}
 SYNC = COMMON | {"run.mode": "sync"}
 STEP_S, SAVE_EVERY = 0.2, 5  # of the plain script
 AWAY_S = 8.0  # between two of its steps: it was not there
@@ -105,7 +105,7 @@ class Stage:
     def _take(self, node: str) -> None:
         where = ("--partition=high", "--exclusive", f"--nodelist={node}", "--chdir=/")
         taker = self.box.run("sbatch", "--parsable", "--output=/dev/null", *where,
-                             "--wrap=exec sleep 3600")  # fmt: skip
+                             "--wrap=exec sleep 3600")
         self._takers[node] = taker.strip()
 
     def forecast(self, mode: str, shown: dict[str, float]) -> Way:
@@ -162,9 +162,9 @@ class Plain:
         script = [TESTS / "bench" / name for name in ("plain_requeue.sh", "plain_steps.py")]
         argv = [script[0], sys.executable, script[1], stage.home, STEP_S, SAVE_EVERY]
         where = ("--partition=preempt", "--nodes=2", "--gres=gpu:1", f"--chdir={TESTS / 'bench'}",
-                 "--export=ALL,OMP_NUM_THREADS=1")  # fmt: skip
+                 "--export=ALL,OMP_NUM_THREADS=1")
         self.job = self.box.run("sbatch", "--parsable", f"--output={stage.home}/log", *where,
-                                *map(str, argv)).strip()  # fmt: skip
+                                *map(str, argv)).strip()
         self.had: list[list[float]] = []  # start and end of what it was given
         self._is_there = False
 
@@ -189,15 +189,15 @@ class Plain:
     def shown(self) -> dict[str, float]:
         gaps_s = [(step % SAVE_EVERY == 1, self.gaps().get(at)) for step, at in self.steps()]
         step_s, save_s = (fmean(s for saves, s in gaps_s if s and saves == kind)
-                          for kind in (False, True))  # fmt: skip
+                          for kind in (False, True))
         starts = [start for start, _ in self.had]
         waits_s = [min(at for _, at in self.steps() if at > start) - start for start in starts]
         return {"step_s": step_s, "startup_s": fmean(waits_s) - step_s,
-                "save_s": max(0.0, save_s - step_s)}  # fmt: skip
+                "save_s": max(0.0, save_s - step_s)}
 
     def measured(self, step_s: float) -> dict[str, float]:
         jobs = [Allocation(2, start, start, end, "killed", ((start, (0, number)),))
-                for number, (start, end) in enumerate(self.had)]  # fmt: skip
+                for number, (start, end) in enumerate(self.had)]
         work, furthest, gaps = [], 0, self.gaps()
         for step, at in self.steps():
             number = max(n for n, (start, _) in enumerate(self.had) if start <= at)
@@ -213,7 +213,7 @@ def requeue(stage: Stage) -> None:
     stage.play((20, "n1"), (23, "n1"), (130, ""), look=plain.look)
     shown = plain.shown()
     settings = ["run.scheduler=local", "elastic.min=2", "elastic.max=2", "plan.requeue=12s",
-                f"plan.notice={GRACE_S}", f"checkpoint.interval={SAVE_EVERY} steps"]  # fmt: skip
+                f"plan.notice={GRACE_S}", f"checkpoint.interval={SAVE_EVERY} steps"]
     config = configuration.load(ROOT / "etc/demo.toml", settings, Path(os.devnull))
     predicted = stage.of("requeue", config, replace(costs(config, None), **shown))
     assert predicted["gpus"] == [2, 2]

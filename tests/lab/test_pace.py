@@ -57,7 +57,7 @@ class Uneven:
         self._wakes = dict(self._joined)  # by slot
         self._lives = {slot: self._life(slot) for slot in self._joined}
         commit = Commit(version=0, master_epoch=1, time=0.0, tokens=0, samples=(), deltas=(),
-                        total_tokens=inf)  # fmt: skip
+                        total_tokens=inf)
         facts = Facts("", 0, "", "", (), 2, dict.fromkeys(self._joined, 1))
         self._round = OpenRound(commit, 0.0, True, Ledger(2**60, 0), facts, self._settings, {})
         self._offers: list[Header] = []  # that the master has not looked at
@@ -109,7 +109,7 @@ class Uneven:
             steps=work.tokens, tokens=work.tokens, loss=0.0, first_loss=0.0, fragments=(),
             samples=((0, first, self._trained),) if work.tokens else (),
             seconds=self.now - work.start, stall_s=work.stall_s,
-        )  # fmt: skip
+        )
         self._came[header.key] = work
         self._offers.append(header)
 
@@ -133,7 +133,7 @@ class Uneven:
                 self._round.accept(Checked(header), self.now)
         self._offers.clear()
         there = {slot: Claim(joined, 1) for slot, joined in self._joined.items()
-                 if joined <= self.now}  # fmt: skip
+                 if joined <= self.now}
         move, _ = self._round.decide(there, there, 0, -inf, self.now)
         if move is rounds.Move.CLOSE:
             self._merged = self.now + PART_S

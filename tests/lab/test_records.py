@@ -53,7 +53,7 @@ def test_a_row_has_the_paired_difference_and_its_bound():
         Trial(arm, point, seed, FEW): {
             "loss": loss, "versions": 9, "bytes_per_token": 1234.5}
         for arm, of_seed in losses.items() for seed, loss in enumerate(of_seed)
-    }  # fmt: skip
+    }
     *_, reference, muon = records.table(results).splitlines()
     assert reference == "| 30 | 4 | synchronous AdamW | 1.1000 |  |  |  | 4,938 |"
     assert muon == "| 30 | 4 | local mode, Muon | 1.0000 | -0.1000 | -0.1000 | 9 | 1,234 |"

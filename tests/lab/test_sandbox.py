@@ -41,7 +41,7 @@ def elastic_sandbox(*args: object, **options) -> str:
     done = subprocess.run(
         [COMMAND, *map(str, args)], env=BARE, capture_output=True, text=True,
         timeout=60 * PATIENCE, **options,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -101,7 +101,7 @@ def test_slurm_runs_what_scrontab_is_given(slurm, tmp_path):
     command = command.replace("/opt/elastic", str(ROOT))
     output = tmp_path / "log"
     where = (f"--output={output}", f"--chdir={tmp_path}", "--wait",
-             f"--export=ELASTIC_HOME_DIR={tmp_path},ELASTIC_PYTHON={sys.executable}")  # fmt: skip
+             f"--export=ELASTIC_HOME_DIR={tmp_path},ELASTIC_PYTHON={sys.executable}")
     slurm.run("sbatch", *options, *where, f"--wrap={command} --json")
     said = json.loads(output.read_text())
     assert (said["runs"], said["errors"]) == ([], [])
@@ -123,7 +123,7 @@ def test_who_looks_at_it_from_a_job_is_no_member(slurm):
     leads = {"SLURM_CONF": str(slurm.conf), "PATH": os.environ["PATH"]}
     nodes = ("n1", "r07c12")
     beside = [subprocess.Popen(["sleep", "60"], env=leads | {"SLURMD_NODENAME": node})
-              for node in nodes]  # fmt: skip
+              for node in nodes]
     try:
         for process in beside:  # before its exec it has the environment of this one
             wait_until(lambda pid=process.pid: command_line(pid).startswith("sleep"), 5, "it runs")
@@ -151,7 +151,7 @@ def test_from_the_command_line_and_a_bare_environment():
         assert (again.returncode, again.stderr) == (
             2, f"error: a sandbox is up in {where / name}\n"
                f"  hint: elastic-sandbox down --name {name} --dir {where}\n",
-        )  # fmt: skip
+        )
     finally:
         elastic_sandbox("down", "--name", name)
     assert not (sandbox.default_folder() / name).exists()
@@ -262,7 +262,7 @@ def test_it_starts_whatever_cgroups_there_are(cgroups, user):
     """
     try:
         done = subprocess.run(["unshare", "--mount", "bash", "-c", script], env=BARE, cwd="/",
-                              capture_output=True, text=True)  # fmt: skip
+                              capture_output=True, text=True)
     finally:
         shutil.rmtree(folder)
     assert done.returncode == 0, done.stderr
@@ -298,7 +298,7 @@ with slurm_sandbox._folder() as folder:
 def test_a_test_that_is_killed_leaves_no_sandbox():
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "lib")])
     done = subprocess.run([sys.executable, "-c", KILLED], env=os.environ | {"PYTHONPATH": path},
-                          capture_output=True, text=True)  # fmt: skip
+                          capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     folder = Path(done.stdout.strip())
     wait_until(lambda: not folder.exists(), 30, "the sandbox is gone")
@@ -319,7 +319,7 @@ def as_user(user: str, *argv: object, timeout: float = 60 * PATIENCE, **extra: s
     return subprocess.run(
         [*become(user), *map(str, argv)], env=BARE | extra, cwd="/", timeout=timeout,
         stdin=subprocess.DEVNULL, capture_output=True, text=True,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +347,7 @@ def nobodys() -> Iterator[Sandbox]:
 def test_an_ordinary_user_can_have_one(nobodys):
     where = ("--quiet", "--gres=gpu:2", "--chdir=/", "--job-name=mine")
     srun = as_user(USER, "srun", *where, "bash", "-c", "id -un; printenv CUDA_VISIBLE_DEVICES",
-                   **nobodys.environment())  # fmt: skip
+                   **nobodys.environment())
     assert (srun.stdout, srun.stderr) == (f"{USER}\n0,1\n", "")
 
 
@@ -358,7 +358,7 @@ def test_its_user_in_another_group_cannot_end_it_and_removes_nothing(nobodys):
     place = ("--dir", str(nobodys.path.parent), "--name", "x")
     in_group = [word.replace(f"={pwd.getpwnam(USER).pw_gid}", "=0") for word in become(USER)]
     done = subprocess.run([*in_group, COMMAND, "down", *place], env=BARE, cwd="/",
-                          capture_output=True, text=True)  # fmt: skip
+                          capture_output=True, text=True)
     assert done.returncode == 1
     assert "cannot see the processes" in done.stderr
     assert nobodys.conf.exists()
@@ -453,7 +453,7 @@ def test_what_is_no_sandbox_is_neither_removed_nor_replaced(command, name):
         said = CliRunner().invoke(elastic, ["sandbox", command, *place])
         assert said.exit_code == 2
         assert said.output == (f"error: not a sandbox: {folder / name}\n"
-            "  hint: choose another --name or --dir, or remove it yourself\n")  # fmt: skip
+            "  hint: choose another --name or --dir, or remove it yourself\n")
         assert sorted(folder.rglob("*")) == before
         assert (folder / "thesis" / "chapter1").read_text() == "years"
 

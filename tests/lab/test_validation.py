@@ -84,7 +84,7 @@ def test_the_command_succeeds_if_every_arm_is_ok(make_config, monkeypatch):
     monkeypatch.setattr(evaluation, "load", lambda _config: None)
     monkeypatch.setattr(validation, "load", lambda _path, settings: make_config(*settings))
     monkeypatch.setattr(validation, "train", lambda trials, _folder: [
-        (arm, seed, arm) for arm, seed, _ in trials])  # fmt: skip
+        (arm, seed, arm) for arm, seed, _ in trials])
     monkeypatch.setattr(validation, "final_loss", lambda arm, _metric: runs[arm])
     monkeypatch.setattr(validation, "curve", lambda _arm: [])
 
@@ -120,7 +120,7 @@ def test_a_step_of_sync_mode_has_the_samples_of_all_workers_steps(make_config):
 @pytest.fixture
 def two(make_config) -> list[validation.Trial]:
     return [("int8", seed, make_config("elastic.reconcile_interval=1s", name=f"t{seed}"))
-            for seed in (0, 1)]  # fmt: skip
+            for seed in (0, 1)]
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_a_silence_ends_no_trial(two, home: Path, passes, monkeypatch):
     for where, name, value in (
         (os, "listdir", listdir), (durable, "AGAIN_S", ()), (durable, "STUCK_S", 0.0),
         (durable, "UNREAD_S", -1.0), (validation.submission, "check", check),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(where, name, value)
     assert names(validation.train(two, home / "runs")) == ["t0", "t1"]
     assert silent["slurm"] == 4
@@ -249,7 +249,7 @@ def test_who_begins_while_slurm_is_silent_is_told_so_at_once(two, home: Path, mo
 def tiny(tmp_path: Path):
     (tmp_path / "pace").write_text("0")
     settings = {**SETTINGS, "task.samples": 320, "task.pace": str(tmp_path / "pace"),
-                "elastic.max": 1, "local_sgd.inner_steps": 10}  # fmt: skip
+                "elastic.max": 1, "local_sgd.inner_steps": 10}
     (tmp_path / "of-a-task").mkdir()
     config = tmp_path / "tiny.toml"
     config.write_text("".join(f"{line}\n" for line in toml(settings)))

@@ -116,7 +116,7 @@ AXES = {
     "workers": (1, 2, 4, 16), "swinging": (False, True), "cold_start": (0, 0.35, 1),
     "warmup_fraction": (0.0, 0.01, 0.1), "learning_rate": (1e-3, 1e-2, 1e-1),
     "steps": (500, 3000), "inner_steps": (20, 200),
-}  # fmt: skip
+}
 MOST_STEPS = 6000  # of all workers of a case
 LONG = {"workers": 1, "steps": 100_000, "inner_steps": 200, "cold_start": 0.35}
 SAMPLE = 36
@@ -199,7 +199,7 @@ def test_a_run_with_nothing_but_defaults_refuses_none_of_its_deltas(tmp_path):
     """Two thousand steps, in rounds that grow from one step to two hundred."""
     defaults = {"local_sgd.cold_start": 0.35, "local_sgd.inner_steps": 200,
                 "train.learning_rate": 0.02, "elastic.max": 2,
-                "health.lease": "30s"}  # fmt: skip
+                "health.lease": "30s"}
     with running(tmp_path, defaults, step_s=0, samples=8_000) as run:
         run.finish()
         # Two workers of a busy machine are not always in step.

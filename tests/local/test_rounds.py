@@ -24,7 +24,7 @@ from elastic.local.rounds import (
     Running,
     Verdict,
     View,
-)  # fmt: skip
+)
 from elastic.run import membership
 from elastic.run.ledger import Ledger
 from elastic.run.records import Delta, Fragment, Header
@@ -34,12 +34,12 @@ HEADER = Header(
     run="a", slot=1, attempt=2, job_id="17", base=7, layout="abc", codec="none", steps=20,
     tokens=640, samples=((0, 0, 32),), loss=2.5, first_loss=2.6,
     fragments=(Fragment(400, "00ff"), Fragment(80, "11ee")),
-)  # fmt: skip
+)
 DATA = json.loads(json.dumps(asdict(HEADER)))
 FACTS = Facts(
     run="a", version=7, layout="abc", codec="none", fragment_bytes=(400, 80), max_staleness=2,
     attempts={1: 2},
-)  # fmt: skip
+)
 
 
 def header(slot=1, **changes):
@@ -102,7 +102,7 @@ TOO_MUCH = [
     ({"samples": ()}, "samples: 0 are not those of a round"),
     ({"samples": ((0, 0, 33),)}, "samples: 33 are not those of a round"),
     ({"steps": 21}, "shape: 21 steps"), ({"steps": 2**61}, "shape: 2305843009213693952 steps"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "reason"), TOO_MUCH)
@@ -144,12 +144,12 @@ def test_a_worker_without_steps_is_still_judged_by_where_it_stands():
 LOCAL_SGD = SimpleNamespace(
     inner_steps=20, cold_start=0, outer_lr=0.7, outer_momentum=0.9, thin_rounds=True,
     clip_norm=2.0, canary=0.3, min_deadline_s=5.0, deadline_k=4.0, quorum=0.5, last_call_s=5.0,
-)  # fmt: skip
+)
 COMMIT = commit_of(7, total_tokens=20_000, workers=2)
 OF_A_DELTA = {
     "slot", "attempt", "job_id", "base", "codec", "steps", "tokens", "loss", "inner", "first_loss",
     "samples", "norm", "lr_sum", "seconds", "stall_s", "delivered",
-}  # fmt: skip
+}
 
 
 def opened(**commit) -> OpenRound:
@@ -177,7 +177,7 @@ def test_a_round_goes_from_its_offers_to_its_commit_and_the_round_after():
     assert commit.to_json()["deltas"][0].keys() == OF_A_DELTA
     assert (delta.slot, delta.norm, delta.delivered) == (1, 1.5, 110.0)
     told = {"master_epoch": 3, "time": 120.0, "tokens": 640, "loss": 2.5, "workers": 1,
-            "version": 8, "total_tokens": 640 / 32 * 1000}  # fmt: skip
+            "version": 8, "total_tokens": 640 / 32 * 1000}
     assert commit.to_json().items() >= told.items()
     later = round_.after(commit, 125.0)
     assert list(later.ledger.committed) == [(0, 0, 32)]
@@ -262,7 +262,7 @@ MALFORMED = [
     ("samples", [[0, -1, 2]]), ("samples", [[0, 1.0, 2]]), ("samples", [5]), ("fragments", 3),
     ("fragments", 3), ("fragments", [{"bytes": 4}]), ("fragments", [{"bytes": 4, "xxh3": 5}]),
     ("fragments", [{"bytes": True, "xxh3": ""}]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "value"), MALFORMED)
@@ -318,7 +318,7 @@ def view(expected=(0, 1, 2, 3), answered=(), accepted=None, **changes):
         answered=frozenset(answered),
         accepted=len(answered) if accepted is None else accepted,
         preparing=changes.pop("preparing", 0), due_s=changes.pop("due_s", math.inf),
-    )  # fmt: skip
+    )
 
 
 def decide(seen, now, patience=PATIENCE):
@@ -494,7 +494,7 @@ def test_workers_of_any_pace_end_a_round_within_half_a_step_of_each_other(paces,
 @given(
     known_s=st.floats(0.001, 10.0), pace_s=st.floats(0.01, 1.0), once_s=st.floats(0.0, 5.0),
     inner_steps=st.integers(1, 200),
-)  # fmt: skip
+)
 def test_a_round_that_is_due_too_early_or_too_late_does_not_stay_so(
     known_s, pace_s, once_s, inner_steps
 ):
@@ -521,12 +521,12 @@ NEVER = Running()
 
 def moved(norm: float, steps: int = 20, lr: float = 1e-3, tokens=0, base=7) -> Delta:
     return Delta(slot=0, attempt=1, base=base, steps=steps, tokens=tokens, samples=(), norm=norm,
-                 lr_sum=steps * lr)  # fmt: skip
+                 lr_sum=steps * lr)
 
 
 def shares(headers, norms, clip=2.0, running=NEVER):
     deltas = [moved(norm, each.steps, tokens=each.tokens, base=each.base)
-              for norm, each in zip(norms, headers, strict=True)]  # fmt: skip
+              for norm, each in zip(norms, headers, strict=True)]
     return rounds.weights_and_clips(deltas, 7, clip, running.reach)
 
 
@@ -572,7 +572,7 @@ SLOT = {
     "slot": "3", "attempt": "2", "job_id": "17", "node": "n1", "pid": "99", "state": "training",
     "version": "7", "step": "12", "steps_total": "212", "tokens_per_s": "81.5", "loss": "2.5",
     "beat": "1000.5", "moved": "990.25", "joined": "500.0",
-}  # fmt: skip
+}
 
 
 def slot(**changes):
@@ -602,7 +602,7 @@ def test_a_worker_that_beats_and_does_not_move_is_stalled(state, quiet_s, seen):
 
 def test_a_round_waits_for_workers_that_will_deliver_and_for_no_others():
     slots = [slot(slot=0), slot(slot=1, state="loading"), slot(slot=2, moved=10.0),
-             slot(slot=3, state="waiting"), slot(slot=4, state="delivering")]  # fmt: skip
+             slot(slot=3, state="waiting"), slot(slot=4, state="delivering")]
     assert sorted(membership.expected(slots, 1000.0, 60.0)) == [0, 3, 4]
 
 

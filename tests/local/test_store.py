@@ -24,7 +24,7 @@ from stores import Anybody
 FIELDS = {
     "job_id": "4711", "node": "n1", "pid": 99, "state": "loading", "version": -1, "step": 0,
     "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0,
-}  # fmt: skip
+}
 LEASE_S = 30.0
 
 
@@ -263,7 +263,7 @@ def test_offers_are_kept_by_version_slot_and_attempt(store):
     found = store.offers(range(5, 9))
     assert {base: sorted(table) for base, table in found.items()} == {
         5: [], 6: ["0:1"], 7: ["0:1", "1:1", "1:2"], 8: [],
-    }  # fmt: skip
+    }
     offer(store, slot=0, attempt=1, base=7, tokens=77)
     assert store.offers([7])[7]["0:1"] == b'{"tokens": 77}'
     store.drop_offers(7, ["0:1", "1:1", "9:9"])
@@ -293,7 +293,7 @@ def test_asks_are_taken_once_and_the_newest_of_a_worker_counts(store):
     store.ask(ask(1, slot=11, attempt=12, held=()))
     assert sorted(store.take_asks(), key=lambda each: each.slot) == [
         ask(2, want=20), ask(1, slot=11, attempt=12, held=()),
-    ]  # fmt: skip
+    ]
     assert store.take_asks() == []
 
 
@@ -451,7 +451,7 @@ def test_a_run_is_opened_where_its_newest_master_says(run, redis_server, kind):
     run.set_endpoint(endpoint)
     password = run.password(role, endpoint)
     client.acl_setuser(role, enabled=True, passwords=[f"+{password}"], commands=["+get"],
-                       keys=["*"])  # fmt: skip
+                       keys=["*"])
     proof = f"elastic:{run.key}:proof"
     client.set(proof, run.password("seal", endpoint))
     store = kind.open(run)

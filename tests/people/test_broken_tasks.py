@@ -94,7 +94,7 @@ BROKEN = {  # part of the task, what it is instead, what is said
         "more", OPTIMIZER.format("torch.optim.SGD(torch.nn.Linear(3, 2).parameters())"), "(2, 3)"),
     "an attribute for a method": ("more", "loss = 3", "no method loss"),
     "another class": ("top", "import torch\nTask = 3\nclass Other: pass\nraise Exception", "Exce"),
-}  # fmt: skip
+}
 
 
 def write(folder: Path, name: str, **parts: str) -> Path:
@@ -116,7 +116,7 @@ def tried(path: Path, monkeypatch, capfd, *how: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("name", "more", "counted"), [
     ("sound_task", "", 0), ("counting_task", TOKENS.format("4 * len(batch)"), 4),
-])  # fmt: skip
+])
 def test_a_task_that_works_is_found_to_work(tmp_path, monkeypatch, capfd, name, more, counted):
     """And its tokens are known, if it counts any: of its samples nobody knows the size."""
     code, said = tried(write(tmp_path, name, more=more), monkeypatch, capfd)

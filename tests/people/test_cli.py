@@ -32,7 +32,7 @@ from test_layers import FOLDERS
 COMMANDS = [
     "submit", "reconcile", "status", "logs", "scale", "stop", "audit", "report", "metrics",
     "evaluate", "config", "doctor",
-]  # fmt: skip
+]
 LAB = ["demo", "sandbox", "chaos", "plan", "validate"]
 FOR_JOBS = ["agent", "master", "launch", "story"]
 
@@ -92,7 +92,7 @@ ON_SLURM = ("--scheduler", "slurm", "--set", "slurm.partition=p")
 def on_slurm(tmp_path) -> dict[str, str]:
     """An environment whose Slurm takes every job, and starts none."""
     path = fake_slurm(tmp_path / "slurm", squeue="exit 0", sbatch="echo 7", sinfo="exit 0",
-                      scancel="exit 0")  # fmt: skip
+                      scancel="exit 0")
     return environment(tmp_path, PATH=path)
 
 
@@ -148,7 +148,7 @@ def test_what_is_in_the_lab_is_found_by_its_old_name(command, env):
 
 # Of the links in bin, which are all to one program, one of people's and one of the lab's.
 PROGRAMS = ["elastic", "elastic-submit", "elastic-chaos", "elastic-demo", "../sbatch/rank.sh",
-            *(f"elastic {name}" for name in FOR_JOBS)]  # fmt: skip
+            *(f"elastic {name}" for name in FOR_JOBS)]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -156,7 +156,7 @@ def test_every_program_answers_a_call_for_help(program, tmp_path):
     name, *words = program.split()
     for option in ("--help", "-h"):
         answer = subprocess.run([ROOT / "bin" / name, *words, option], env=environment(tmp_path),
-                                capture_output=True, text=True, cwd=tmp_path)  # fmt: skip
+                                capture_output=True, text=True, cwd=tmp_path)
         assert (answer.returncode, answer.stderr) == (0, "")
         assert answer.stdout.lower().startswith(("usage: elastic", "usage: rank.sh "))
     assert list(tmp_path.iterdir()) == []
@@ -189,7 +189,7 @@ def test_nothing_is_imported_from_where_a_command_is_typed(env, tmp_path, path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("open('PWNED', 'w'); raise SystemExit(7)\n")
     answer = subprocess.run([ROOT / "bin" / "elastic", "--version"], env=env, cwd=tmp_path,
-                            capture_output=True, text=True)  # fmt: skip
+                            capture_output=True, text=True)
     assert (answer.returncode, answer.stderr) == (0, "")
     assert not (tmp_path / "PWNED").exists()
 
@@ -197,7 +197,7 @@ def test_nothing_is_imported_from_where_a_command_is_typed(env, tmp_path, path):
 def in_a_python_of_its_own(code: str, *words: str, **env: str) -> None:
     given = {**os.environ, "PYTHONPATH": str(ROOT / "lib"), **env}
     done = subprocess.run([sys.executable, "-c", code, *words], env=given, capture_output=True,
-                          text=True)  # fmt: skip
+                          text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
@@ -215,7 +215,7 @@ def test_no_command_but_evaluate_loads_torch(config, on_slurm):
     commands = (
         f"submit {config} --name a {' '.join(ON_SLURM)}", "status", "status a", "status a --json",
         "reconcile", "scale a --max 2", f"config {config}", "stop a --now", "audit a",
-    )  # fmt: skip
+    )
     code = """
 import sys
 from click.testing import CliRunner
@@ -330,7 +330,7 @@ def test_logs_that_are_followed_may_still_be_to_come(make_run, home):
     errors = (home / "errors").open("w+")
     process = subprocess.Popen([ROOT / "bin/elastic", "logs", run.name, "-f"], text=True,
                                stdout=subprocess.PIPE, stderr=errors, env=environment(home),
-                               start_new_session=True)  # fmt: skip
+                               start_new_session=True)
     watchdog = threading.Timer(30 * PATIENCE, os.killpg, (process.pid, signal.SIGKILL))
     watchdog.start()
     try:
@@ -391,7 +391,7 @@ def task(tmp_path):
 
     def write(name: str) -> Path:
         return write_config(tmp_path / "t.toml", run=f'scheduler = "local"\ntask = "{name}"',
-                            train="epochs = 1", task=f'pace = "{tmp_path}/pace"')  # fmt: skip
+                            train="epochs = 1", task=f'pace = "{tmp_path}/pace"')
 
     return write
 
@@ -409,7 +409,7 @@ def test_a_task_that_cannot_train_is_refused_with_its_traceback(task, env, tmp_p
 
 def test_what_only_this_machine_lacks_is_said_and_no_reason_to_refuse(task, env):
     for name, words in (("mine:Elsewhere", "/scratch/of/the/compute/nodes"),
-                        ("mine:Big", "100,010,000 parameters are too many")):  # fmt: skip
+                        ("mine:Big", "100,010,000 parameters are too many")):
         answer = call("submit", task(name), "--dry-run", env=env)
         assert answer.exit_code == 0, answer.stderr
         assert answer.stderr.startswith("warning: no step of the task was tried here: ")
@@ -421,7 +421,7 @@ def test_what_only_this_machine_lacks_is_said_and_no_reason_to_refuse(task, env)
     ("name", "code", "words"),
     [("lacks:Task", Exit.ERROR, "missing_here"),
      ("mine:NeedsGpu", Exit.OK, '"untried": "Found no NVIDIA driver')],
-)  # fmt: skip
+)
 def test_a_module_or_a_gpu_may_be_elsewhere(task, monkeypatch, capfd, name, code, words):
     told, said = tried(task(name), monkeypatch, capfd)
     assert (told, words in said) == (code, True), said
@@ -435,7 +435,7 @@ def test_a_first_step_may_be_left_out(task, on_slurm, tmp_path):
 
 def test_a_dry_run_needs_neither_a_slurm_nor_a_site_file_nor_the_space(env, tmp_path):
     config = write_config(tmp_path / "far.toml", run='command = ["sleep", "1"]',
-                          checkpoint='min_free = "900tb"')  # fmt: skip
+                          checkpoint='min_free = "900tb"')
     answer = call("submit", config, "--dry-run", env={**env, "PATH": "/usr/bin:/bin"})
     assert answer.exit_code == 0, answer.stderr
     warnings = [line for line in answer.stderr.splitlines() if line.startswith("warning: ")]
@@ -470,7 +470,7 @@ BAD = {
     ),
     "no redis-server": (["--set", "redis.server=/no/redis-server"], 1, "no redis-server"),
     "a full disk": (["--set", "checkpoint.min_free=900tb"], 1, "checkpoint.min_free"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -531,7 +531,7 @@ def test_limits_that_make_no_sense_change_nothing(run):
 def test_a_limit_below_one_worker_is_refused(on_slurm, tmp_path):
     config = write_config(tmp_path / "wide.toml", run='command = ["sleep", "600"]',
                           elastic="min = 8\nmax = 16",
-                          slurm='partition = "p"\ngpus_per_worker = 8')  # fmt: skip
+                          slurm='partition = "p"\ngpus_per_worker = 8')
     call("submit", config, env=on_slurm)
     answer = call("scale", "wide", "--min", 4, "--max", 4, env=on_slurm)
     assert (answer.exit_code, "slurm.gpus_per_worker (8)" in answer.stderr) == (2, True)

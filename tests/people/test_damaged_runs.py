@@ -28,12 +28,12 @@ from forks import NOBODY, as_nobody
 from helpers import short_folder
 
 FILES = ["control.json", "endpoint.json", "failed.json", "newest.json", "commits/000000.json",
-         "exit/4711.json", "events.jsonl", "metrics.jsonl", "run.toml"]  # fmt: skip
+         "exit/4711.json", "events.jsonl", "metrics.jsonl", "run.toml"]
 DEEP = "[" * 100_000
 CONTENTS = ["", "null", "{}", "[]", DEEP, "{\"version\": \"x\", \"kind\": 1}", "{\"time\": NaN}",
-            None]  # fmt: skip
+            None]
 COMMANDS = ["status", "status --json", "reconcile --dry-run", "audit", "audit --files", "logs",
-            "report", "metrics", "evaluate", "chaos --for 1s", "scale --max 2", "stop"]  # fmt: skip
+            "report", "metrics", "evaluate", "chaos --for 1s", "scale --max 2", "stop"]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def runs(tmp_path, make_config, monkeypatch) -> list[RunDir]:
     monkeypatch.setattr(LocalScheduler, "submit", lambda *_: "4712")  # else scale starts a run
     control = Control("local", "stopped", 1, 1)
     return [RunDir.create(tmp_path / "runs", make_config(name=name), control, {})
-            for name in ("odd", "sound")]  # fmt: skip
+            for name in ("odd", "sound")]
 
 
 def test_more_names_than_are_known_are_a_later_versions(runs):
@@ -121,7 +121,7 @@ def failing(run: RunDir, number: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((os, "stat"), (os, "lstat"), (os, "open"), (os, "listdir"),
-                            (os, "scandir"), (os, "statvfs"), (io, "open")):  # fmt: skip
+                            (os, "scandir"), (os, "statvfs"), (io, "open")):
             patch.setattr(owner, name, wrapped(getattr(owner, name)))
         yield
 

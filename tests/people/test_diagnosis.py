@@ -27,9 +27,9 @@ CLUSTER = {
     "KillWait": "30 sec", "AuthInfo": "cred_expire=10,socket=/run/munge",
     "AccountingStorageEnforce": "associations,limits", "MaxJobCount": "10000",
     "SchedulerParameters": "bf_interval=2",
-}  # fmt: skip
+}
 PARTITION = {"State": "UP", "PreemptMode": "REQUEUE", "GraceTime": "30", "MaxTime": "1-00:00:00",
-             "QoS": "N/A"}  # fmt: skip
+             "QoS": "N/A"}
 PARTITIONS = {"gpu": PARTITION, "cpu": {**PARTITION, "PreemptMode": "OFF", "GraceTime": "0"}}
 NODES = [
     Node("gpu", "n1", "n1.site", "n1", "idle", "gpu:a100:4(S:0-1)"),
@@ -37,10 +37,10 @@ NODES = [
     Node("cpu", "c1", "c1.site", "c1", "mixed", "(null)"),
 ]
 ALONE = [Node("gpu", "n1", "login1.site", "n1", "idle", "gpu:8"),
-         Node("cpu", "c1", "login1.site", "c1", "idle", "(null)")]  # fmt: skip
+         Node("cpu", "c1", "login1.site", "c1", "idle", "(null)")]
 DISK = Disk("/runs", "lustre", "", (), 1e12, 1e9)
 TORCH = {"python": "3.11.2", "version": "2.6.0", "import_s": 3.0, "gpus": 2, "problems": [],
-         "unfit": False}  # fmt: skip
+         "unfit": False}
 LOOPBACK = {"address": "127.0.0.1", "interface": "lo", "up": True, "routed": "ib0"}
 
 
@@ -61,7 +61,7 @@ def facts(*overrides: str, **changes) -> dict:
         "cron": "*/2 * * * * /opt/elastic/bin/elastic-reconcile\n",
         "cron_line": "*/2 * * * * /opt/elastic/bin/elastic-reconcile --jitter",
         "here": "login1", **changes,
-    }  # fmt: skip
+    }
 
 
 def partition(name: str = "gpu", **changes: str) -> dict:
@@ -78,7 +78,7 @@ def not_ok(found: dict) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("changes", [
     {}, partition(GraceTime="0"), {"save": Save(0, 0)}, {"cron": "5 * * * * elastic reconcile"},
-])  # fmt: skip
+])
 def test_on_a_good_cluster_everything_is_ok(changes):
     assert not_ok(facts(**changes)) == []
 
@@ -99,7 +99,7 @@ def test_a_finding_says_what_was_seen_why_it_matters_and_what_to_do():
         "notice", WARN, "1 s (GraceTime=3, KillWait=0); a save takes 1 s: 1 GB at 1 GB/s",
         "what is not saved before the kill is lost",
         "GraceTime=4 for gpu, or a faster filesystem",
-    )  # fmt: skip
+    )
 
 
 def test_jobs_may_be_in_one_of_several_partitions():
@@ -226,7 +226,7 @@ MISCONFIGURED = {
     "no crontab at all": ([], {"cron": None}, "cron", WARN, "no crontab and no scrontab here"),
     "no line in the crontab": (
         [], {"cron": "# */2 * * * * elastic-reconcile\n"}, "cron", WARN, "not in the crontab"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", MISCONFIGURED)
@@ -267,7 +267,7 @@ def test_what_a_qos_decides_is_judged_as_a_partitions():
 @pytest.mark.parametrize(("changes", "delay"), [
     (cluster(AuthInfo=""), "121 s"), (cluster(SchedulerParameters="requeue_delay=60"), "61 s"),
     (cluster(SlurmctldParameters="enable_expedited_requeue"), "1 s"),
-])  # fmt: skip
+])
 def test_a_site_is_told_how_long_a_requeued_job_waits(changes, delay):
     told = {each.check: each.seen for each in diagnose(facts(**changes))}["habits"]
     assert told.endswith(f"a requeued job waits for {delay}")
@@ -278,7 +278,7 @@ def test_what_a_site_does_to_every_job_is_told():
     changes |= cluster(JobSubmitPlugins="lua", Prolog="/etc/prolog", Epilog="(null)")
     told = {each.check: each.seen for each in diagnose(facts(**changes))}["habits"]
     assert told == ("JobSubmitPlugins lua; Prolog /etc/prolog; JobDefaults DefCpuPerGPU=4;"
-                    " DefMemPerCPU 200; a requeued job waits for 11 s")  # fmt: skip
+                    " DefMemPerCPU 200; a requeued job waits for 11 s")
 
 
 def test_without_slurm_one_line_says_so_for_all_that_slurm_knows():
@@ -303,7 +303,7 @@ def test_a_limit_on_gpus_counts_in_either_mode_and_for_its_type():
         assert ("limits", FAIL) in found, mode
     tres = "cpu=64,gres/gpu=8,gres/gpu:a100=4,gres/gpu:h100=1,gres/shard=2"
     assert [most_gpus(tres, gres) for gres in ("gpu", "gpu:a100", "gpu:l4", "")] == [
-        [8], [8, 4], [8], []]  # fmt: skip
+        [8], [8, 4], [8], []]
 
 
 def test_where_the_qos_decides_the_master_needs_one_of_its_own():
@@ -321,7 +321,7 @@ def test_limits_that_slurm_does_not_enforce_are_none():
 
 def test_in_sync_mode_one_job_runs_and_the_other_waits():
     assert not_ok(facts("run.mode=sync", limits={"lab": {"MaxJobs": "1", "MaxSubmit": "2"}})) == [
-        ("master partition", SKIP)]  # fmt: skip
+        ("master partition", SKIP)]
 
 
 def test_a_save_that_cannot_be_weighed_leaves_the_notice_known():
@@ -335,7 +335,7 @@ def test_a_save_that_cannot_be_weighed_leaves_the_notice_known():
 @pytest.mark.parametrize(("text", "seconds"), [
     ("30", 1800), ("30:15", 1815), ("2:00:00", 7200), ("1-0", 86400), ("1-2:30", 95400),
     ("1-00:00:01", 86401), ("UNLIMITED", float("inf")), ("INFINITE", float("inf")),
-])  # fmt: skip
+])
 def test_time_limits_as_slurm_writes_them(text, seconds):
     assert limit_s(text) == seconds
 
@@ -344,7 +344,7 @@ def test_time_limits_as_slurm_writes_them(text, seconds):
     ("gpu:2", "gpu", 2), ("gpu:a100:4(S:0-1)", "gpu", 4), ("gpu:a100:4(S:0,1)", "gpu:a100", 4),
     ("gpu:a100:2,gpu:h100:1(S:0),shard:8", "gpu", 3), ("gpu:a100:4", "gpu:h100", 0),
     ("(null)", "gpu", 0),
-])  # fmt: skip
+])
 def test_gpus_of_a_node_as_slurm_writes_them(gres, wanted, count):
     assert gpus_of(gres, wanted) == count
 
@@ -361,7 +361,7 @@ def test_a_clock_is_off_only_as_far_as_it_must_be():
      "a requeued job waits for 1 s"),
     ("preemption", partition(PreemptMode="WITHIN,REQUEUE"), "gpu: REQUEUE"),
     ("preemption", partition(PreemptMode="PRIORITY,REQUEUE"), "gpu: REQUEUE"),
-])  # fmt: skip
+])
 def test_words_of_newer_slurms_are_understood(name, found, said):
     (finding,) = [each for each in diagnose(facts(**found)) if each.check == name]
     assert finding.verdict == OK
@@ -370,7 +370,7 @@ def test_words_of_newer_slurms_are_understood(name, found, said):
 
 def test_only_a_partition_of_a_higher_tier_on_the_same_nodes_preempts():
     tiers = {"gpu": {**PARTITION, "PriorityTier": "1"}, "cpu": {**PARTITION, "PriorityTier": "1"},
-             "high": {**PARTITION, "PriorityTier": "10"}}  # fmt: skip
+             "high": {**PARTITION, "PriorityTier": "10"}}
     nodes = [*NODES, Node("high", "n1", "n1.site", "n1", "idle", "gpu:a100:4(S:0-1)")]
     modes = {name: preempt_mode(CLUSTER, name, tiers, nodes) for name in tiers}
     assert modes == {"gpu": "REQUEUE", "cpu": "OFF", "high": "OFF"}
@@ -402,7 +402,7 @@ TRIED = {
     "trained": 4, "how": "12 ms a step on cpu", "saved": [4, 0.2], "seen": [4, 0.11], "locks": 3,
     "killed": [1, 0.2], "ended_s": 0.6, "told": [3, 0.1],
     "lives": "live on", "shrunk": "a step on one node took 0.3 s", "is_stuck": False,
-}  # fmt: skip
+}
 
 
 def tried(**changes) -> dict[str, tuple[str, str]]:
@@ -421,7 +421,7 @@ def test_a_job_that_was_tried_is_told_in_seven_lines():
         "try notice": (OK, "3 of 3 ranks hear TERM within 0.1 s; srun and batch script live on;"
                            " 4 of 4 that train save their last step within 0.2 s"),
         "try shrink": (OK, "a step on one node took 0.3 s"),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(("changes", "name", "verdict"), [
@@ -438,17 +438,17 @@ def test_a_job_that_was_tried_is_told_in_seven_lines():
     ({"told": [2, 65.0]}, "try notice", FAIL),
     ({"lives": "do not both live on"}, "try notice", FAIL),
     ({"shrunk": "scontrol failed: no", "is_stuck": True}, "try shrink", WARN),
-])  # fmt: skip
+])
 def test_what_a_tried_job_shows_to_be_wrong_is_named(changes, name, verdict):
     assert {each: found[0] for each, found in tried(**changes).items() if found[0] != OK} == {
-        name: verdict}  # fmt: skip
+        name: verdict}
 
 
 @pytest.mark.parametrize(("reason", "verdict"), [
     (Unknown("sbatch: no such account", "see [slurm]", FAIL), FAIL),
     (Unknown("job 7 is PENDING (Resources) after 10 minutes"), SKIP),
-])  # fmt: skip
+])
 def test_where_no_job_could_be_tried_one_line_says_why(reason, verdict):
     found = [each for each in diagnose(facts(tried=reason)) if "try " in each.check]
     assert [(each.check, each.verdict, each.seen, each.fix) for each in found] == [
-        ("try job", verdict, reason.why, reason.fix)]  # fmt: skip
+        ("try job", verdict, reason.why, reason.fix)]

@@ -33,7 +33,7 @@ def chosen(config: Config, rates: Rates, model: Model = MODEL) -> dict[str, obje
     ("0.1s", {"inner_steps": 127, "overlap": "rebase"}),  # a quarter of a round covers 3.17 s
     ("0.05s", {"inner_steps": 184, "compression": "int4", "overlap": "rebase"}),
     ("0.02s", {"inner_steps": 459, "compression": "int4", "overlap": "rebase"}),
-])  # fmt: skip
+])
 def test_few_steps_in_a_round_come_first_and_steps_ahead_last(step, found):
     assert chosen(run_of(f"plan.step={step}"), MIDDLING) == found
 
@@ -52,7 +52,7 @@ def test_one_step_less_and_workers_wait_too_long():
     (("local_sgd.inner_steps=2", "local_sgd.overlap=off"), {"compression": "int4"}),
     (("slurm.gpus_per_worker=2", "plan.step=0.05s"), {"inner_steps": 732, "compression": "int4"}),
     (("train.validate_every=9", "plan.step=0.1s"), {"inner_steps": 459, "compression": "int4"}),
-])  # fmt: skip
+])
 def test_what_is_set_stays_and_who_cannot_train_ahead_does_not(settings, found):
     assert chosen(run_of(*settings), MIDDLING) == found
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slurm
 
 SITE = '[slurm]\npartition = "preempt"\nmaster_partition = "cpu"\n'
 TORCH = {"python": "3.11", "version": "2.6", "import_s": 1.0, "gpus": 0, "problems": [],
-         "unfit": False}  # fmt: skip
+         "unfit": False}
 REAL_REDIS = doctor.PROBES["redis"]
 SLOW = "faster filesystem"  # what this machine is told while it is busy
 CRON = "*/2 * * * * /opt/elastic/bin/elastic-reconcile\n"
@@ -93,7 +93,7 @@ def bad(*overrides: str, path: Path | None = None) -> dict[str, tuple[str, str]]
     """What is WARN or FAIL, and what was seen there."""
     checks = doctor.report(path, overrides)["checks"]
     return {each["check"]: (each["verdict"], each["seen"]) for each in checks
-            if each["verdict"] in ("WARN", "FAIL")}  # fmt: skip
+            if each["verdict"] in ("WARN", "FAIL")}
 
 
 def asked(*args: object, code: int = 0, **environ: str) -> dict[str, dict]:
@@ -116,7 +116,7 @@ def test_it_is_silent_on_a_good_cluster_and_leaves_nothing_behind(site, home):
         if found[name]["verdict"] == "WARN" and SLOW in found[name]["fix"]:
             del found[name]
     assert {name: each["seen"] for name, each in found.items()
-            if each["verdict"] in ("WARN", "FAIL")} == {}  # fmt: skip
+            if each["verdict"] in ("WARN", "FAIL")} == {}
     skipped = {name for name, each in found.items() if each["verdict"] == "SKIP"}
     assert skipped <= {"limits", "gpus"}
     weighed = r"2 s .*; a save takes \S+ s \(\S+ s for what counts\): [\d.]+ MB at .*B/s"
@@ -162,7 +162,7 @@ def test_on_the_local_scheduler_no_slurm_is_asked(quick, monkeypatch):
      {"partition": ("FAIL", "preempt: UP, 4 nodes, 8 GPUs; no node with gpu:4")}),
     ([], ["redis.bind=nosuch0"],
      {"interface": ("FAIL", "redis.bind = 'nosuch0' is no IPv4 address and no interface here")}),
-])  # fmt: skip
+])
 def test_what_is_planted_is_named_and_nothing_else(quick, plant, changes, overrides, expected):
     if changes:
         plant(*changes)
@@ -233,7 +233,7 @@ def trying(*overrides: str) -> dict[str, tuple[str, str]]:
     checks = doctor.report(None, overrides, more=[("tried", tryout.tried)])["checks"]
     assert not [*Path(os.environ["ELASTIC_RUNS"]).parent.glob("*elastic-try*")]
     return {each["check"]: (each["verdict"], each["seen"]) for each in checks
-            if each["check"].startswith("try ")}  # fmt: skip
+            if each["check"].startswith("try ")}
 
 
 def jobs(box: Sandbox) -> list[str]:
@@ -368,7 +368,7 @@ def test_clocks_that_differ_are_named(site, home):
     offsets = dict(re.findall(r"([a-z ]+) \+(\d+)\.\d s", clock["seen"].replace(", ", ",")))
     # Less by what passes between the two looks; by how much, depends on how busy this machine is.
     assert {name: 30 < int(off) <= 45 for name, off in offsets.items()} == {
-        "slurmctld": True, "run folder": True}  # fmt: skip
+        "slurmctld": True, "run folder": True}
 
 
 def test_no_redis_server_is_named(quick, site, monkeypatch):
@@ -442,11 +442,11 @@ def test_nodes_that_may_not_submit_make_the_crontab_necessary(quick, site, plant
 @pytest.mark.parametrize(("model", "words"), [
     ("raise KeyError('weights')", "KeyError: 'weights'"),
     ("print('loading'); return __import__('torch').nn.Linear(1000, 1000)", ": 9.02 MB at"),
-])  # fmt: skip
+])
 def test_a_task_may_print_or_fail_all_the_same(quick, home, model, words):
     (home / "mine.py").write_text(
         f"class Mine:\n    def __init__(self, config): ...\n    def model(self): {model}\n"
-        "    def dataset(self): ...\n    def loss(self, model, batch): ...\n")  # fmt: skip
+        "    def dataset(self): ...\n    def loss(self, model, batch): ...\n")
     (home / "mine.toml").write_text('[run]\ntask = "mine:Mine"\n[train]\nepochs = 1\n')
     checks = doctor.report(home / "mine.toml", [])["checks"]
     found = {each["check"]: each for each in checks}

@@ -20,7 +20,7 @@ def event(kind: str, time: float, **fields) -> dict:
 
 WORKER = {"role": "worker", "slot": 3, "job_id": "7", "node": "n1"}
 END = event("end", 20.5, **WORKER, submitted=1.0, started=10.0, ended=20.0, outcome="yielded",
-            reason="notice: SIGTERM")  # fmt: skip
+            reason="notice: SIGTERM")
 
 
 def test_a_worker_that_was_asked_to_leave_is_no_incident():
@@ -52,7 +52,7 @@ def test_an_end_that_was_announced_is_no_second_incident():
 
 def test_points_have_the_speed_since_the_one_before():
     commits = [commit_of(), commit_of(1, time=2.0, tokens=100, loss=3.0),
-               commit_of(2, time=4.0, tokens=300, loss=2.0)]  # fmt: skip
+               commit_of(2, time=4.0, tokens=300, loss=2.0)]
     assert report.points(commits) == [Point(2.0, 100, 3.0, 50.0), Point(4.0, 300, 2.0, 100.0)]
 
 
@@ -105,7 +105,7 @@ def test_an_outcome_is_its_word_and_the_word_of_a_later_version_is_no_incident()
      "the checkpoint of step 40 was not saved: no space"),
     (event("validate", 1.0, version=4, loss=2.34567), "validate version=4 loss=2.346"),
     (event("nodes-released", 1.0, nodes=2, left=4, job_id="7"), "2 nodes given back; 4 are left"),
-])  # fmt: skip
+])
 def test_an_event_is_told_in_words(event: dict, words: str):
     assert wording.event_words(event) == words
 
@@ -129,7 +129,7 @@ def test_what_is_not_short_is_cut():
      ("ReqNodeNotAvail, UnavailableNodes:n1", "drained"), ("PartitionTimeLimit", "slurm.time"),
      ("AssocGrpGRES", "group"), ("launch failed requeued held", "held"), ("BeginTime", "minute"),
      ("InvalidQOS", "slurm.qos"), ("Whatever", ""), ("", "")],
-)  # fmt: skip
+)
 def test_what_a_pending_job_waits_for_is_said_in_plain_words(reason: str, words: str):
     assert words in wording.way_out(reason)
     assert bool(wording.way_out(reason)) == bool(words)
@@ -139,6 +139,6 @@ def test_what_a_pending_job_waits_for_is_said_in_plain_words(reason: str, words:
     ("seconds", "text"),
     [(0, "0 s"), (59, "59 s"), (60, "1 min"), (3599, "59 min"), (3600, "1 h"),
      (3600 * 3 + 1200, "3 h 20 min"), (86400 * 2 + 3600 * 5, "2 d 5 h"), (-5, "0 s")],
-)  # fmt: skip
+)
 def test_a_span_has_one_unit_or_two(seconds: float, text: str):
     assert wording.span(seconds) == text

@@ -26,7 +26,7 @@ TRACE = next((ROOT / "etc/traces").glob("*.csv"))
 
 ODD = ["", " ", "-1", "nan", "inf", "1e400", "9" * 400, "-" + "9" * 400, "lots", "\ufeff7", "a\nb",
        "\x1b[2J", "/nowhere/x", ".", "~nouser/x", "é" * 300, "null", "[" * 5000, "a.b=c", "=", "%n",
-       "1,,2", "../../x"]  # fmt: skip
+       "1,,2", "../../x"]
 CONFIG = '[run]\nscheduler = "local"\ntask = "not_there:Task"\n[train]\nepochs = 1\n'
 SAFE = {"submit": ["--dry-run"], "plan": ["--trace", str(TRACE)]}
 FILES = {
@@ -37,7 +37,7 @@ FILES = {
     "UTF-16": "[run]\n".encode("utf-16"), "a zero byte": b"[run]\nname = 'a\0b'\n",
     "a date": b"[train]\nepochs = 2026-11-23\n", "two tables": b"[[run]]\n[[run]]\n",
     "no newline of its own": b"[run]\rname = 'x'", "an unknown key": b"[run]\nnmae = 'x'\n",
-}  # fmt: skip
+}
 
 TRACES = {
     "one line": b"1,2\n", "no numbers": b"a,b\nc,d\n", "a time that is none": b"nan,1\n1,2\n",
@@ -78,7 +78,7 @@ def commands(group: click.Group = main.elastic) -> Iterator[tuple[list[str], cli
 def sound(parameter: click.Parameter) -> list[str]:
     """What an argument may be."""
     return {"config": ["good.toml"], "run": ["odd"], "slot": [], "runs": ["odd"],
-            "node": ["n1"]}[parameter.name]  # fmt: skip
+            "node": ["n1"]}[parameter.name]
 
 
 def lines() -> Iterator[list[str]]:

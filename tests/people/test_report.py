@@ -142,7 +142,7 @@ def browse(page: Path, *options: str) -> subprocess.CompletedProcess:
         pytest.skip("chromium is not installed: apt-get install chromium")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
                f"--user-data-dir={page.parent / 'browser'}", "--proxy-server=127.0.0.1:9",
-               "--virtual-time-budget=5000", *options, page.as_uri()]  # fmt: skip
+               "--virtual-time-budget=5000", *options, page.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -170,7 +170,7 @@ def test_a_browser_opens_the_page_without_a_word_and_shows_what_happened(page: P
     for event in run.events("chaos"):
         assert f"fault {event['fault']}: {event['what']}" in shown
     for words in ("committed samples", "samples/s", "slot 0", "slot 1", "master", "training ",
-                  "start-up", "had to leave", "Incidents"):  # fmt: skip
+                  "start-up", "had to leave", "Incidents"):
         assert words in shown, words
 
 
@@ -197,7 +197,7 @@ def pixels(path: Path):
 def job_of(**told) -> dict:
     """The event of its end."""
     return {"kind": "end", "time": 0.0, "job_id": "1", "role": "worker", "slot": 0, "started": 1.0,
-            "ended": 2.0, "outcome": "done", **told}  # fmt: skip
+            "ended": 2.0, "outcome": "done", **told}
 
 
 def test_nothing_in_a_run_can_become_part_of_the_page(lived):
@@ -208,7 +208,7 @@ def test_nothing_in_a_run_can_become_part_of_the_page(lived):
     jobs = [job_of(role=evil, started=facts.began, ended=facts.began + 9, outcome=evil)]
     incidents = report.incidents([event])
     found = report.Contents(seen, facts.began, facts.points, facts.scores, jobs, incidents,
-                         facts.gpu_seconds)  # fmt: skip
+                         facts.gpu_seconds)
     text = report.page(found)
     assert "<script" not in text
     assert text.count(html.escape(evil)) >= 5
@@ -218,7 +218,7 @@ def test_what_all_workers_felt_is_a_line_through_all_jobs(lived):
     from matplotlib.figure import Figure
 
     told = ({"kind": "end", "role": "master"}, {"kind": "chaos"}, {"kind": "redis-lost"},
-            {"kind": "end", "role": "worker"}, {"kind": "warning"})  # fmt: skip
+            {"kind": "end", "role": "worker"}, {"kind": "warning"})
     facts, axes = report.gather(lived[0].run), Figure().subplots()
     incidents = [{"time": facts.began, **event} for event in told]
     report.draw_jobs(axes, replace(facts, jobs=[], incidents=incidents))
@@ -260,7 +260,7 @@ def test_a_job_of_the_hour_that_comes_twice_is_drawn_forwards(lived, monkeypatch
     began = datetime(2026, 10, 25, 0, 50, tzinfo=UTC).timestamp()
     job = job_of(started=began, ended=began + 1200)
     facts = replace(report.gather(lived[0].run), began=began, points=[], scores=[], jobs=[job],
-                    incidents=[])  # fmt: skip
+                    incidents=[])
     with monkeypatch.context() as berlin:
         berlin.setenv("TZ", "Europe/Berlin")
         time.tzset()
@@ -330,18 +330,18 @@ def test_a_run_of_tensorboard_goes_on(lived, tmp_path: Path, monkeypatch):
 def test_steps_of_sync_mode_and_versions_follow_each_other_by_tokens(tmp_path: Path):
     commits = [commit_of(n, tokens=tokens, loss=2.0) for n, tokens in enumerate((0, 100, 300))]
     steps = [{"step": n, "tokens": 10 * n + 100, "time": 2.0, "loss": 3.0, "world": 4}
-             for n in (1, 2, 1, 2, 3)]  # fmt: skip
+             for n in (1, 2, 1, 2, 3)]
     commits = SimpleNamespace(newest_version=lambda: 2, of=commits.__getitem__)
 
     run = SimpleNamespace(commits=commits, scores=SimpleNamespace(read=list),
-                          lines=lambda _name: steps)  # fmt: skip
+                          lines=lambda _name: steps)
     rows = metrics.rows(run, 0)
     found = [(row.get("version"), row.get("step"), row["tokens"]) for row in rows]
     assert found == [(1, None, 100), (None, 1, 110), (None, 2, 120), (None, 3, 130), (2, None, 300)]
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\xff", b"hello", b"[1, 2]\n", b"{}\n",
-                                     b'{"lr": 0.1}'])  # fmt: skip
+                                     b'{"lr": 0.1}'])
 def test_a_file_of_something_else_is_left_alone(run, tmp_path: Path, content: bytes):
     path = tmp_path / "x"
     path.write_bytes(content)
@@ -356,12 +356,12 @@ def test_a_file_of_something_else_is_left_alone(run, tmp_path: Path, content: by
 def told_rows(run: RunDir, sink: Any) -> list[dict]:
     metrics.tell(run, [sink])
     return [json.loads(line, parse_constant=pytest.fail)
-            for line in sink.path.read_text().splitlines()]  # fmt: skip
+            for line in sink.path.read_text().splitlines()]
 
 
 def commit(run: RunDir, version: int, **told) -> None:
     run.commits.link(commit_of(version, **{"time": time.time(), "tokens": 100 * version,
-                                           "loss": 2.0, **told}))  # fmt: skip
+                                           "loss": 2.0, **told}))
 
 
 def test_a_score_is_told_once_however_often_a_version_is(run, tmp_path: Path):
@@ -397,7 +397,7 @@ def test_a_number_that_json_has_none_for_is_null_in_its_lines(run, tmp_path: Pat
 
 def step(run: RunDir, number: int, **told) -> None:
     line = {"step": number, "time": float(number), "seconds": 1.0, "tokens": 10 * number,
-            "attempt": 1, "world": 1, "loss": 3.0}  # fmt: skip
+            "attempt": 1, "world": 1, "loss": 3.0}
     durable.append_line(run.path / "metrics.jsonl", line | told)
 
 
@@ -466,11 +466,11 @@ def test_a_run_of_tensorboard_that_had_no_room_goes_on_where_there_is(run, tmp_p
 
 @pytest.mark.parametrize(("words", "place"), [
     (["metrics", "--prometheus", "/dev/full"], "/dev/full"), (["status"], "standard output"),
-    (["config", ROOT / "etc/demo.toml", "--json"], "standard output")])  # fmt: skip
+    (["config", ROOT / "etc/demo.toml", "--json"], "standard output")])
 def test_a_full_disk_is_told_of_by_name(tmp_path: Path, words: list, place: str):
     with open("/dev/full", "w") as full:
         done = subprocess.run([ROOT / "bin/elastic", *words], env=environment(tmp_path), text=True,
-                              stdout=full, stderr=subprocess.PIPE, timeout=60)  # fmt: skip
+                              stdout=full, stderr=subprocess.PIPE, timeout=60)
     assert done.returncode != 0
     assert done.stderr.startswith(f"error: No space left on device: {place}\n")
 

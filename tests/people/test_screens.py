@@ -22,13 +22,13 @@ WIDTHS = (80, 120)
 def worker(slot: int, **changes) -> dict:
     plain = {"slot": slot, "attempt": 1, "job_id": str(4700 + slot), "node": f"node{slot:04d}",
              "pid": 1, "version": 123, "state": "training", "step": 40 + slot % 3,
-             "tokens_per_s": 3700.0 + slot, "loss": 2.31, "last_beat_s": 1.2}  # fmt: skip
+             "tokens_per_s": 3700.0 + slot, "loss": 2.31, "last_beat_s": 1.2}
     return plain | changes
 
 
 def job(slot: int, state: str = "RUNNING", **changes) -> dict:
     plain = {"job_id": str(4700 + slot), "role": "worker", "slot": slot, "state": state,
-             "reason": "", "node": f"node{slot:04d}", "submitted": NOW - 720}  # fmt: skip
+             "reason": "", "node": f"node{slot:04d}", "submitted": NOW - 720}
     return plain | changes
 
 
@@ -47,7 +47,7 @@ EVENTS = [
     event("outer-step", 40, version=123, workers=11, loss=2.3123, tokens=1, seconds=61.0,
           reason="all 11 live workers have answered"),
     event("something-new", 1, where="here", size=3.14159265),
-]  # fmt: skip
+]
 
 
 def seen(**changes) -> dict:
@@ -64,7 +64,7 @@ def seen(**changes) -> dict:
         "jobs": [job(slot) for slot in range(11)]
         + [job(slot, "PENDING", reason="Priority", node="") for slot in (11, 12)],
         "events": EVENTS,
-    }  # fmt: skip
+    }
     found = plain | changes
     upcoming = changes.get("next", "")
     return found | {"summary": wording.sentence(found, upcoming, NOW)}
@@ -72,10 +72,10 @@ def seen(**changes) -> dict:
 
 TROUBLED = [worker(3, state="stalled", tokens_per_s=0.0, last_beat_s=2.0),
             worker(64, state="blocked", step=0, tokens_per_s=0.0, trouble="No space left"),
-            worker(90, state="loading", version=None, step=0, tokens_per_s=0.0)]  # fmt: skip
+            worker(90, state="loading", version=None, step=0, tokens_per_s=0.0)]
 CROWD = [worker(slot) for slot in range(128) if slot not in (3, 64, 90)] + TROUBLED
 ON_RECORD = [worker(slot, pid=None, version=None, step=0, loss=None, last_beat_s=None,
-                    tokens_per_s=0.0, state="unknown") for slot in range(2)]  # fmt: skip
+                    tokens_per_s=0.0, state="unknown") for slot in range(2)]
 NOBODY = {"workers": [], "gpus": 0, "tokens_per_s": None}
 NOT_YET = {"version": None, "tokens": 0, "tokens_goal": None, "loss": None, "losses": []}
 WAITING = seen(
@@ -84,20 +84,20 @@ WAITING = seen(
     events=[event("submit", 9, min=8, max=32, scheduler="x")],
     jobs=[job(0, "PENDING", reason="ReqNodeNotAvail, UnavailableNodes:node0001"),
           job(1, "PENDING", reason="QOSMaxJobsPerUserLimit"), job(2, "PENDING", reason="Odd")],
-)  # fmt: skip
+)
 FAILED = seen(
     **NOBODY, state="failed", reason="worker 3 failed 3 times in a row", jobs=[],
     next="nothing, until elastic-scale 7b",
     detail="Traceback (most recent call last):\nValueError: [no] such file",
-)  # fmt: skip
+)
 SILENT = seen(
     workers=ON_RECORD, gpus=2, jobs=[job(0), job(1)], next="nothing, until the scheduler answers",
     reason="the master is not reachable (it committed version 123 at 12:00:00): cannot reach Redis "
            "at 10.0.0.1:41234; the scheduler does not answer: timed out",
-)  # fmt: skip
+)
 SYNC = seen(mode="sync", inner_steps=None, version=4700, losses=[],
             workers=[worker(rank, version=4700, step=4700) for rank in range(8)], gpus=8,
-            jobs=[job(0, role="trainer")])  # fmt: skip
+            jobs=[job(0, role="trainer")])
 NAME_ERROR = "NameError: name 'torch' is not defined"
 FAILING = seen(
     **NOT_YET, tokens_per_s=None, gpus=2, preemptions_per_h=0.0, unit="samples",
@@ -108,9 +108,9 @@ FAILING = seen(
            "; no pass since 6 min: is elastic-reconcile in your crontab?",
     events=[event("restart", 2, slot=0, reason=f"{NAME_ERROR} (the training process ended with "
                                                "code 1)")],
-)  # fmt: skip
+)
 DONE = seen(**NOBODY, state="done", reason="finished: nothing is left to train", next="nothing",
-            jobs=[])  # fmt: skip
+            jobs=[])
 CHECKS = [
     ("slurm", "OK", "22.05.8, cluster lab", "without it nothing can be submitted", ""),
     ("notice", "FAIL", "28 s (GraceTime=0, KillWait=30); a save takes 65 s (31 s for what counts):"
@@ -123,7 +123,7 @@ CHECKS = [
     ("run folder", "FAIL", "cannot write to /a/rather/long/path/that/fits/into/no/line: [Errno 13]",
      "it is the durable truth of a run", "set ELASTIC_RUNS to a folder on the shared filesystem"),
     ("gpus", "SKIP", "torch sees no GPU here", "", "on a node: srun --gres=gpu:1 elastic-doctor"),
-]  # fmt: skip
+]
 SCREENS_OF = {
     "runs": lambda: views.runs_table([seen(), WAITING, FAILED, DONE | {"run": "x" * 30}]),
     "no-runs": lambda: views.runs_table([]),
@@ -178,7 +178,7 @@ SCREENS_OF = {
     "config": lambda: views.config_view([
         {"key": "elastic.max", "value": 32, "unit": "GPUs", "origin": "--max"},
         {"key": "local_sgd.inner_steps", "value": 200, "unit": "steps", "origin": "default"}]),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -230,7 +230,7 @@ def test_of_those_that_are_not_shown_nobody_is_called_well_who_hangs(hung: int):
     ("QOSMaxWallDurationPerJobLimit", "slurm.time"), ("QOSGrpGRES", "waits for colleagues"),
     ("QOSMaxGRESPerUser", "lower --max"), ("AccountNotAllowed", "slurm.account"),
     ("DependencyNeverSatisfied", "elastic-reconcile replaces it"), ("Odd", ""),
-])  # fmt: skip
+])
 def test_what_a_schedulers_reason_means_for_its_owner(reason: str, words: str):
     assert words in wording.way_out(reason)
     assert words or not wording.way_out(reason)

@@ -55,7 +55,7 @@ def runs(tmp_path, make_config, monkeypatch) -> list[RunDir]:
     control = Control("local", "running", 1, 4)
     made = [RunDir.create(tmp_path / "runs", make_config(name=name), control, {}) for name in names]
     jobs = [Job(f"{run.name}.{slot}", "worker", slot, state, node="n1", run=run.name)
-            for run in made for slot, state in enumerate(["RUNNING", "PENDING"])]  # fmt: skip
+            for run in made for slot, state in enumerate(["RUNNING", "PENDING"])]
     scheduler = SimpleNamespace(jobs=lambda _within_s: jobs)
     monkeypatch.setattr(status, "open_scheduler", lambda *_: scheduler)
     return made
@@ -109,9 +109,9 @@ def test_a_look_reads_each_file_of_a_run_once(runs, depth: Depth):
         status.observe_all([run, runs[1]] if depth == Depth.ROW else [run], depth)
     assert {name: count for name, count in reads.items() if count > 1} == {}
     always = {"run.toml", "control.json", "environment.json", "newest.json", "progress.json",
-              "commits/000003.json"}  # fmt: skip
+              "commits/000003.json"}
     whole = {"events.jsonl", "reconcile.json", "exit/run0.0.json", "commits/000000.json",
-             "commits/000001.json", "commits/000002.json"}  # fmt: skip
+             "commits/000001.json", "commits/000002.json"}
     wanted = always if depth == Depth.ROW else always | whole
     assert {name for name in reads if reads[name]} >= wanted
     assert depth != Depth.ROW or not {"events.jsonl", "reconcile.json"} & {*reads}
@@ -124,7 +124,7 @@ def test_what_the_next_pass_would_do_is_what_it_does(runs):
     assert foreseen.startswith(f"submit master 0 ({why}); submit worker 0 ({why})")
     assert foreseen.endswith("; 2 more")
     assert status.observe(run, status.Listing(trouble="silent"))["next"] == (
-        "nothing, until the scheduler answers")  # fmt: skip
+        "nothing, until the scheduler answers")
     run.set_control(state="stopped")
     stopped = status.observe(run, status.Listing())
     to_go_on = f"nothing, until elastic-scale {run.name}"
@@ -139,7 +139,7 @@ def test_what_the_next_pass_would_do_is_what_it_does(runs):
       "the scheduler does not answer: squeue gave no answer"),
      (Elsewhere("this is cluster a, and the run's jobs are on b", "ask there"),
       "this is cluster a, and the run's jobs are on b: ask there")],
-)  # fmt: skip
+)
 def test_where_nobody_can_list_the_jobs_nobody_says_that_there_is_none(
     runs, monkeypatch, silence, said, depth: Depth
 ):
@@ -151,7 +151,7 @@ def test_where_nobody_can_list_the_jobs_nobody_says_that_there_is_none(
     path = trains.path / "checkpoints" / "step-00000040.json"
     told = {"base_version": 0, "step": 45, "tokens": 450, "total_tokens": 999, "loss": 2.0,
             "tokens_per_s": 7.0, "time": now, "world": 2, "attempt": 1, "cadence": "",
-            "job_id": f"{trains.name}.0"}  # fmt: skip
+            "job_id": f"{trains.name}.0"}
     trains.jobs.write_progress(told)
 
     def silent(_within_s: float) -> list[Job]:
@@ -247,7 +247,7 @@ def test_where_no_trainer_works_the_newest_checkpoint_is_what_there_is(runs, dep
     (run.path / "checkpoints" / "step-00000040.json").write_text(json.dumps(saved))
     told = {"base_version": 0, "step": said, "tokens": 10 * said, "total_tokens": 999,
             "loss": 3.0, "tokens_per_s": 7.0, "time": time.time(), "world": 1, "attempt": 1,
-            "cadence": "", "job_id": f"{run.name}.0"}  # fmt: skip
+            "cadence": "", "job_id": f"{run.name}.0"}
     for job_id, step, tokens, loss in (("x", 40, 400, 2.5), (told["job_id"], said, 10 * said, 3)):
         run.jobs.write_progress(told | {"job_id": job_id})
         seen = status.observe_all(runs[:2], depth)[0]
@@ -286,7 +286,7 @@ def test_a_trainer_that_stands_still_is_not_said_to_train(runs, depth: Depth):
     run.set_control(mode="sync")
     told = {"base_version": 0, "step": 45, "tokens": 450, "total_tokens": 999, "loss": 2.0,
             "tokens_per_s": 7.0, "time": time.time() - ago_s, "world": 2, "attempt": 1,
-            "cadence": "every 9 s", "job_id": f"{run.name}.0"}  # fmt: skip
+            "cadence": "every 9 s", "job_id": f"{run.name}.0"}
     for step_s, said, gpus, state, why in (
         (0.1, "training", 0, "stalled", "no step since 2 min"),
         (100.0, "training", 2, "training", "every 9 s"),
@@ -323,13 +323,13 @@ def test_a_trainer_before_its_first_step_is_said_to_start(runs, monkeypatch, dep
     who = {"role": "trainer", "slot": 0, "attempt": 2, "job_id": job_id, "node": "n1"}
     before = {"base_version": 0, "step": 45, "tokens": 450, "total_tokens": 999, "loss": 2.0,
               "tokens_per_s": 7.0, "time": time.time() - 9, "world": 2, "attempt": 1,
-              "cadence": "", "job_id": "earlier"}  # fmt: skip
+              "cadence": "", "job_id": "earlier"}
     run.jobs.write_ending(job_id, {**who, "state": "training", "gpus": 3})
     for step in (0, 40):
         if step:
             run.jobs.write_progress(before)
             record = {"step": step, "writer": "a", "time": 1.0, "files": [], "world": 2, "extra": {
-                "base_version": 0, "tokens": 400, "samples": [], "deltas": []}}  # fmt: skip
+                "base_version": 0, "tokens": 400, "samples": [], "deltas": []}}
             (run.path / "checkpoints/step-00000040.json").write_text(json.dumps(record))
         seen = status.observe_all(runs[:2], depth)[0]
         assert (seen["state"], seen["gpus"], seen.get("tokens_per_s")) == ("running", 3, None)

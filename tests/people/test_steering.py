@@ -165,7 +165,7 @@ def test_who_kills_a_run_is_told_what_is_lost(run, monkeypatch):
     run.set_control(mode="sync")
     assert steering.stop(run, now=True) == "lost: what was trained since version 2"
     record = {"step": 40, "writer": "a", "time": 1.0, "files": [], "world": 2, "extra": {
-        "base_version": 2, "tokens": 400, "samples": [], "deltas": []}}  # fmt: skip
+        "base_version": 2, "tokens": 400, "samples": [], "deltas": []}}
     (run.path / "checkpoints/step-00000040.json").write_text(json.dumps(record))
     lost = "lost: what was trained since the checkpoint of step 40"
     assert steering.stop(run, now=True) == lost

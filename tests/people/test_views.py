@@ -13,7 +13,7 @@ from elastic.run.wording import event_words, last_error, one_line
 WORKER = {
     "slot": 7, "attempt": 2, "job_id": "4711", "node": "node0123.cluster", "pid": 1, "version": 3,
     "state": "training", "step": 40, "tokens_per_s": 12345.6, "loss": 2.5, "last_beat_s": 1.2,
-}  # fmt: skip
+}
 SEEN = {
     "summary": "", "losses": [], "preemptions_per_h": 4.0, "inner_steps": 100, "gpus": 1,
     "run": "demo", "path": "/runs/demo", "mode": "local", "state": "running", "detail": "",
@@ -22,13 +22,13 @@ SEEN = {
     "unit": "tokens", "min": 4, "max": 8, "workers": [WORKER, {**WORKER, "state": "stalled"}],
     "jobs": [{"job_id": "9", "role": "worker", "slot": 3, "state": "PENDING", "reason": "[Prio]"}],
     "events": [{"time": 0.0, "kind": "lost", "slot": 1, "node": "x" * 200}],
-}  # fmt: skip
+}
 EMPTY = {
     **SEEN, "state": "waiting", "version": None, "tokens": 0, "tokens_goal": None, "loss": None,
     "tokens_per_s": None, "workers": [], "jobs": [], "events": [],
-}  # fmt: skip
+}
 ON_RECORD = {**WORKER, "pid": None, "version": None, "loss": None, "last_beat_s": None,
-             "state": "unknown"}  # fmt: skip
+             "state": "unknown"}
 
 
 def plain(renderable) -> str:
@@ -45,7 +45,7 @@ def test_a_run_shows_progress_workers_jobs_reasons_and_events():
     text = plain(views.run_view(SEEN))
     for words in ("version 12", "1.23M tokens of 5M", "loss 2.346", "4 preemptions/h",
                   "1 alive, on 1 of 4..8 GPUs", "fewer than the 4 wanted", "4711", "stalled",
-                  "node0123.cluster", "12.3k", "PENDING", "[Prio]", "slot 1 is lost"):  # fmt: skip
+                  "node0123.cluster", "12.3k", "PENDING", "[Prio]", "slot 1 is lost"):
         assert words in text
 
 
@@ -90,7 +90,7 @@ def test_an_audit_says_what_is_wrong_and_its_verdict():
         "commits": 3, "deltas": 5, "tokens": 1000, "unit": "tokens", "masters": 1, "files": 6,
         "finished": False,
         "epochs": [{"epoch": 0, **counts}], "problems": ["epoch 0: 1 samples [twice]"],
-    }  # fmt: skip
+    }
     text = plain(views.audit_view("demo", report))
     assert "wrong: epoch 0: 1 samples [twice]" in text
     assert "audit of demo (not finished): WRONG" in text
@@ -144,7 +144,7 @@ def test_a_name_that_is_to_be_copied_is_whole():
     ({"kind": "outer-step", "version": 4, "workers": 1, "loss": 2.5},
      "version 4 from 1 worker, loss 2.5"),
     ({"kind": "outer-step", "version": 4, "workers": 1, "loss": None}, "version 4 from 1 worker"),
-])  # fmt: skip
+])
 def test_an_event_says_what_happened(event, words):
     assert event_words(event) == words
 
@@ -172,6 +172,6 @@ def test_anybodys_words_are_one_line_of_limited_length():
      ("python: can't open file '/x/t.py': [Errno 2] No such file\n",
       "python: can't open file '/x/t.py': [Errno 2] No such file"),
      ("step 3\nsrun: error: n1: task 0: Exited with exit code 1\n", ""), ("", "")],
-)  # fmt: skip
+)
 def test_the_last_words_of_a_program_say_why_it_died(said: str, why: str):
     assert last_error(said) == why

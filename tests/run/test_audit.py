@@ -18,7 +18,7 @@ SAMPLES = 100
 def delta(samples: list, slot: int = 0) -> dict:
     tokens = sum(stop - start for _, start, stop in samples) * 8
     return {"slot": slot, "attempt": 1, "job_id": "1", "steps": 5, "tokens": tokens, "loss": 2.0,
-            "samples": samples}  # fmt: skip
+            "samples": samples}
 
 
 class Ledger:
@@ -42,7 +42,7 @@ class Ledger:
             "version": self.version, "master_epoch": 1, "time": 1.0, "tokens": self.tokens,
             "samples": [span for each in deltas for span in each["samples"]],
             "deltas": deltas, "files": [file], **self.carried, **changes,
-        }  # fmt: skip
+        }
         (self.path / "commits" / f"{self.version:06d}.json").write_text(json.dumps(record))
 
     def save(self, step: int, base: int, tokens: int, samples: list, skipped: list = ()) -> None:
@@ -53,7 +53,7 @@ class Ledger:
         gained = {**delta(samples), "tokens": tokens - self.tokens}
         extra = {"base_version": base, "tokens": tokens, "samples": samples, "deltas": [gained],
                  "state": {"of": "the trainer"}, "skipped": skipped, "dataset_samples": SAMPLES,
-                 "epochs": 1}  # fmt: skip
+                 "epochs": 1}
         file = {"path": f"checkpoints/{folder.name}/extra.json", "bytes": 10, "xxh3": "aa"}
         record = {"step": step, "writer": "attempt1", "extra": extra, "files": [file]}
         folder.with_suffix(".json").write_text(json.dumps(record))
@@ -199,7 +199,7 @@ def test_a_copy_of_a_record_is_none(ledger):
         for name in (f"{record.stem}.bak.json", f"{record.stem} (copy).json", f"old {record.name}"):
             shutil.copy(record, record.with_name(name))
     shutil.copy(ledger.path / "checkpoints/step-00000004.json",
-                ledger.path / "checkpoints/step-00000005.old.json")  # fmt: skip
+                ledger.path / "checkpoints/step-00000005.old.json")
     assert ledger.problems() == ""
     assert audit(ledger.path)["commits"] == 2
     assert [saved.step for saved in read_checkpoints(ledger.path, 1)] == [4, 5]
@@ -361,7 +361,7 @@ def test_a_checkpoint_is_read_without_its_trainers_state(ledger):
 @pytest.mark.parametrize(("samples", "is_wrong"), [
     ([[0, 3, 10], [0, 0, 3]], False), ([[0, 0, 10], [0, 5, 5]], False),
     ([[0, 0, 10], [0, 4, 6]], True), ([[0, 0, 9]], True), ([[0, 0, 10], [0, 3, 9]], True),
-])  # fmt: skip
+])
 def test_samples_may_be_written_in_several_ways(ledger, samples, is_wrong):
     ledger.commit([delta([[0, 0, 10]])], samples=samples)
     assert ("its samples are not" in ledger.problems()) == is_wrong

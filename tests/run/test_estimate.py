@@ -46,7 +46,7 @@ def test_what_a_notice_has_to_get_onto_disk():
     """int8 and AdamW's moments; in sync mode a quarter of parameters and moments on each node."""
     local, sync = (load(ROOT / "etc/7b.toml", ["slurm.partition=x", f"run.mode={mode}",
                                                "elastic.min=8", "slurm.gpus_per_node=2"])
-                   for mode in ("local", "sync"))  # fmt: skip
+                   for mode in ("local", "sync"))
     assert save_of(MODEL, local) == Save(7_054_687_500, 7_054_687_500 + 56e9)
     assert save_of(MODEL, sync) == Save(21e9, 21e9)
 
@@ -101,7 +101,7 @@ def test_too_little_space_for_a_version_is_said():
 def test_the_table_on_paper_is_what_the_formulas_say():
     command = [sys.executable, str(ROOT / "tests/bench/on_paper.py")]
     said = subprocess.run(command, capture_output=True, text=True, check=True,
-                          env={"PYTHONPATH": str(ROOT / "lib")}).stdout  # fmt: skip
+                          env={"PYTHONPATH": str(ROOT / "lib")}).stdout
     assert len(said.splitlines()) == 4
     assert said in (ROOT / "docs/algorithm.md").read_text()
 

@@ -77,30 +77,30 @@ def test_a_job_at_work_has_an_open_round_and_a_new_one_is_starting_up():
 def test_steps_of_sync_mode_that_come_again_are_replay():
     steps = [(1, 3, 1), (2, 4, 1), (3, 5, 1), (3, 9, 2), (4, 10, 2)]
     lines = [{"step": step, "tokens": 10 * step, "time": at, "seconds": 1.0, "attempt": attempt}
-             for step, at, attempt in steps]  # fmt: skip
+             for step, at, attempt in steps]
     work = work_in([], lines)
     job = Allocation(4, 0, 1, 11, "done", ((1, (0, 1)), (6, (0, 2))))
     assert parts(job, *work) == {
         "start-up": 4 * (1 + 2), "training": 16, "replay": 4, "lost": 4, "waiting": 4,
-    }  # fmt: skip
+    }
     assert sum(each.tokens for each in work) == 40
 
 
 def test_what_a_trainer_does_between_two_steps_is_no_loss():
     """It saves, validates or loads: in one attempt nothing that it trained is lost."""
     lines = [{"step": step, "tokens": 10 * step, "time": at, "seconds": 1.0, "attempt": 1}
-             for step, at in ((1, 3), (2, 4), (3, 9), (3, 12))]  # fmt: skip
+             for step, at in ((1, 3), (2, 4), (3, 9), (3, 12))]
     job = Allocation(2, 0, 1, 13, "done", ((1, (0, 1)),))
     assert parts(job, *work_in([], lines)) == {
         "start-up": 2, "training": 6, "replay": 2, "waiting": 2 * (4 + 2 + 1),
-    }  # fmt: skip
+    }
 
 
 @given(
     st.lists(st.tuples(TIMES, TIMES, st.integers(1, 3), TIMES, st.booleans()), max_size=8),
     st.lists(TIMES, min_size=3, max_size=3), st.tuples(TIMES, TIMES), st.none() | TIMES,
     st.sampled_from(["", "done", "stopped", "yielded", "killed", "failed", "lost"]),
-)  # fmt: skip
+)
 def test_whatever_clocks_say_the_parts_add_up_to_what_was_allocated(
     rounds, begun, span, notice, outcome
 ):
@@ -122,14 +122,14 @@ def test_jobs_are_known_by_their_events_and_exit_records():
         {"kind": "end", "time": 99, "job_id": "8", "submitted": 1, "started": None, "ended": 33,
          "gpus": 2, "outcome": "cancelled", **key},
         {"kind": "start", "time": 41, "job_id": "9", "attempt": 2, **key},
-    ]  # fmt: skip
+    ]
     endings = [
         {"job_id": "7", "state": "ended", "started": 5, "time": 33, "outcome": "yielded", **key},
         {"job_id": "9", "state": "started", "started": 41, "time": 41, **key},
         {"job_id": "6", "state": "started", "started": 2, "time": 2, "role": "master", "slot": 0},
         {"job_id": "5", "state": "ended", "started": 6, "time": 20, "outcome": "done", "gpus": 1,
          "role": "trainer", "slot": 0},
-    ]  # fmt: skip
+    ]
     assert sorted(allocations(events, endings, 2, 50), key=lambda job: job.start) == [
         Allocation(2, 1, 4, 33, "yielded", ((5, (3, 1)),), 30),
         Allocation(1, 6, 6, 20, "done"),  # no pass has come by since it ended

@@ -81,7 +81,7 @@ TestRanges.settings = settings(max_examples=40, stateful_step_count=25)
 OWNERS = [(0, 1), (0, 2), (1, 1), (2, 1)]
 owners = st.sampled_from(OWNERS)
 likely = st.builds(lambda e, start, more: (e, start, start + more),
-                   st.integers(0, 1), st.integers(0, 20), st.integers(1, 6))  # fmt: skip
+                   st.integers(0, 1), st.integers(0, 20), st.integers(1, 6))
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -318,11 +318,11 @@ def test_an_empty_data_set_grants_nothing():
 @given(
     st.integers(1, 30), st.integers(0, 3), st.integers(1, 70),
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 29), st.integers(1, 30))),
-)  # fmt: skip
+)
 def test_one_owner_is_handed_all_that_is_free_in_order(samples, epochs, size, over):
     """As the trainer takes its global batches, on top of what others have committed."""
     over = [(epoch, start, min(stop, samples)) for epoch, start, stop in over
-            if epoch < (epochs or 3)]  # fmt: skip
+            if epoch < (epochs or 3)]
     ledger, seen = Ledger(samples, epochs, over), []
     while batch := positions(ledger.grant((0, 0), size)):
         seen += batch

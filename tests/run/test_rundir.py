@@ -223,7 +223,7 @@ def test_the_latest_number_is_found(run, last):
     assert run.slots.claim(5, {"job_id": "17"}) == last + 1
     assert json.loads((folder / f"{last + 1:06d}.json").read_text()) == {
         "job_id": "17", "number": last + 1,
-    }  # fmt: skip
+    }
 
 
 def test_who_waits_asks_for_no_name_that_is_not_there_yet(run, monkeypatch):

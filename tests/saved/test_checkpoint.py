@@ -81,7 +81,7 @@ def record_path(run, step):
 def ranks(world, what, run):
     """Forked from here, where torch is imported."""
     meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(free_port("127.0.0.1"))}  # fmt: skip
+               "MASTER_PORT": str(free_port("127.0.0.1"))}
 
     def play(rank):
         die_with_parent()
@@ -613,7 +613,7 @@ def test_the_last_checkpoints_are_kept_and_the_drafts_of_the_dead_go(run):
         assert steps(run) == [step, step - 1][: min(step, 2)]
     assert names(run) == [
         "step-00000003", "step-00000003.json", "step-00000004", "step-00000004.json"
-    ]  # fmt: skip
+    ]
 
 
 def test_who_loads_a_checkpoint_removes_what_dead_writers_have_begun(run):

@@ -182,5 +182,5 @@ def test_a_parameter_larger_than_a_fragment_is_one_by_itself():
     layout = Layout.of([("a", (2,)), ("big", (100,)), ("b", (2,)), ("c", ())], 40)
     assert [[t.name for t in fragment] for fragment in layout.fragments] == [
         ["a"], ["big"], ["b", "c"],
-    ]  # fmt: skip
+    ]
     assert layout.numels == (2, 100, 3)

@@ -40,7 +40,7 @@ def begun(run: RunDir) -> RunDir:
     draft.commit(layout, files, commit_of(
         master_epoch=0, epochs=1, layout=layout.hash, dataset_samples=SAMPLES,
         total_tokens=SAMPLES, running={"loss": 2.5, "weight": 8.0},
-    ))  # fmt: skip
+    ))
     return run
 
 
@@ -57,7 +57,7 @@ def trained(run: RunDir, step: int, base: int = 0, tokens: int = 10):
         "base_version": base, "tokens": tokens, "samples": samples, "skipped": [], "loss": 1.0,
         "deltas": [{**delta, "tokens": tokens - before}], "dataset_samples": SAMPLES,
         "epochs": 1, "total_tokens": SAMPLES,
-    }  # fmt: skip
+    }
     Checkpoints(run, Group(), f"job{step}").save(step, net, optimizer, extra)
     return net
 

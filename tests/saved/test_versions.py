@@ -88,7 +88,7 @@ def test_a_version_is_safetensors_by_parameter_name_for_anybody_to_load(run):
     assert sorted(path.name for path in folder.iterdir()) == [
         "manifest.json", "outer-00.safetensors", "outer-01.safetensors",
         "params-00.safetensors", "params-01.safetensors",
-    ]  # fmt: skip
+    ]
     loaded = load_file(folder / "params-00.safetensors")
     assert {name: (t.shape, t.dtype) for name, t in loaded.items()} == {
         "w": ((3, 4), torch.bfloat16)

@@ -24,7 +24,7 @@ from elastic.run.rundir import Control, RunDir
 from schedules.actors import Actor, Cast, Violation, must, operations
 
 ENDED = ("COMPLETED", "FAILED", "PREEMPTED", "NODE_FAIL", "TIMEOUT", "CANCELLED by 0",
-         "OUT_OF_MEMORY")  # fmt: skip
+         "OUT_OF_MEMORY")
 QUEUED = ("PENDING",)
 KNOWN_STATES = (*QUEUED, "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")  # of living jobs
 LAG_S = 25.0  # that a listing may be behind: less than history.LISTING_LAG_S
@@ -39,13 +39,13 @@ CONFIG = SimpleNamespace(
     health=SimpleNamespace(hang_timeout_s=0.0),
     slurm=SimpleNamespace(gpus_per_worker=1, gpus_per_node=1),
     sync=SimpleNamespace(sizes=(), grow_after_s=1e9),
-)  # fmt: skip
+)
 TABLE = (
     *["pass"] * 24, *["turn"] * 10, *["time"] * 12, *["job"] * 24, *["fault"] * 8, "kill", "kill",
     *["listing"] * 5, "scale", "scale", "mode", "stop", "done", "ids", "twice", "twice",
-)  # fmt: skip
+)
 FAULTS = ("unsure, nothing submitted", "unsure, submitted", "unsure, submitted later", "refused",
-          "later", "no answer")  # fmt: skip
+          "later", "no answer")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Slurm:
             return sched_slurm.parse_squeue("17\x1fRUNNING\x1f1")
         rows = world.rows if world.listing == "fresh" else world.as_of(world.now - LAG_S)
         return [Job(r.job_id, r.role, r.slot, r.state, r.reason, r.submitted, r.started, r.node,
-                    run="run-a") for r in rows.values()]  # fmt: skip
+                    run="run-a") for r in rows.values()]
 
     def look(self) -> None:
         wanted = self.world.run.control()
@@ -355,7 +355,7 @@ class Jobs:
         if outcome is None:
             return
         record = {"job_id": row.job_id, "role": row.role, "slot": row.slot, "time": self.now,
-                  "steps": 1, "state": "started"}  # fmt: skip
+                  "steps": 1, "state": "started"}
         if outcome != "started":
             record |= {"state": "ended", "outcome": outcome}
         self.run.records[row.job_id] = record

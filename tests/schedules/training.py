@@ -68,11 +68,11 @@ CONFIG = SimpleNamespace(
     slurm=SimpleNamespace(gpus_per_worker=1),
     elastic=SimpleNamespace(reconcile_interval_s=60.0),
     redis=SimpleNamespace(url="", bind=""),
-)  # fmt: skip
+)
 SITE = SimpleNamespace(url="redis://site")
 SITE_REDIS = SimpleNamespace(**vars(CONFIG) | {"redis": SITE})
 EDGES = ("link a commit", "link a commit", "write a version", "look for a newer epoch",
-         "write endpoint.json", "write DONE", "claim an epoch", "blpop")  # fmt: skip
+         "write endpoint.json", "write DONE", "claim an epoch", "blpop")
 STEPS = (1, 2, 3, 5, 8, 13, 25, 60)  # edges that a turn lasts
 TABLE = (
     *["all turn"] * 14, *["turn"] * 30, *["time"] * 6, *["news"] * 5, *["start worker"] * 5, "kill",
@@ -80,7 +80,7 @@ TABLE = (
     *["forge"] * 4, "disk", *["freeze"] * 3,
     *["freeze master"] * 3, "stop",
     "silence", *["see late"] * 3,
-)  # fmt: skip
+)
 
 
 def positions(ranges: list) -> Iterator[tuple[int, int]]:
@@ -691,7 +691,7 @@ class Training:
             base=base, layout="abc", codec="none", steps=1, tokens=1,
             samples=((EPOCHS - 1, at, at + 1),), loss=0.0, first_loss=0.0,
             fragments=(Fragment(4, "forged"),),
-        )  # fmt: skip
+        )
         if base < 0:
             return ""
         self.bytes.setdefault(header.key, "forged")
@@ -774,7 +774,7 @@ class Training:
             lost = [r for r in self.rejected if self.calm and self.was_good(r)]
             must(not lost, f"a good delta is rejected: {lost}")
         must(self.run.end, f"the run does not end: {len(self.committed)} samples committed; "
-             + ", ".join(f"{a.name} at {a.where!r}" for a in self.living()))  # fmt: skip
+             + ", ".join(f"{a.name} at {a.where!r}" for a in self.living()))
         must(len(self.committed) == SAMPLES * EPOCHS, "a sample is missing")
 
     def was_good(self, rejected: dict) -> bool:
@@ -868,7 +868,7 @@ def in_memory():
         local_sgd: {"Line": HeardLine, "time": CLOCK},
         agent: {"print": quiet, "time": CLOCK},
         signals: {"time": CLOCK}, durable: {"time": CLOCK},
-    }  # fmt: skip
+    }
     with contextlib.ExitStack() as stack:
         for target, names in replaced.items():
             for name, value in names.items():

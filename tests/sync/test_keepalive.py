@@ -41,7 +41,7 @@ with rank(lines, "n7", "sleep", "600"):
 @contextlib.contextmanager
 def rank(lines: Keepalive, node: str, *command: str, local_rank: int = 0):
     own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(local_rank), "SLURMD_NODENAME": node,
-           "ELASTIC_KEEPALIVE": lines.place}  # fmt: skip
+           "ELASTIC_KEEPALIVE": lines.place}
     program = [ROOT / "sbatch" / "rank.sh", *command]
     process = subprocess.Popen(program, env=os.environ | own, process_group=0)
     try:
@@ -74,7 +74,7 @@ def test_a_node_without_power_is_missed():
     done = subprocess.run(
         ["unshare", "--net", "--pid", "--fork", "--kill-child", sys.executable, "-c", STORY],
         env=os.environ | paths, capture_output=True, text=True, timeout=120 * PATIENCE,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     node, after_s = done.stdout.split()
     assert node == "n7"
@@ -96,7 +96,7 @@ def test_a_rank_that_ends_or_is_killed_is_no_node_that_is_gone(lines, tmp_path):
 
 def test_one_rank_of_a_node_holds_its_line_until_the_launcher_ends_it(lines):
     with (rank(lines, "n1", "sleep", "600") as first,
-          rank(lines, "n1", "sleep", "600", local_rank=1) as other):  # fmt: skip
+          rank(lines, "n1", "sleep", "600", local_rank=1) as other):
         knows(lines, "n1")
         first.kill()  # the line stays with what it has started: nobody is told
         first.wait()

@@ -31,7 +31,7 @@ from helpers import PATIENCE, ROOT, elastic, environment, wait_until
 RANK = str(ROOT / "sbatch" / "rank.sh")
 RANKS: list[subprocess.Popen] = []  # that a test has started
 NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE",
-         "NCCL_IB_GID_INDEX", "NCCL_DEBUG", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # fmt: skip
+         "NCCL_IB_GID_INDEX", "NCCL_DEBUG", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 ETHERNET, INFINIBAND = 1, 32
 ETH = ("eth0", "10.0.0.2", ETHERNET)
 MAPPED = "0000:0000:0000:0000:0000:ffff:0a00:0002"
@@ -61,7 +61,7 @@ class Node:
                 lines.append(f"{number}: {name}    inet {address}/24 brd 10.0.0.255 scope global")
         answer = f"10.0.0.1 dev {route} src 10.0.0.2 uid 0" if route else ""
         self._ip(f'case "$*" in *route*) echo {shlex.quote(answer)} ;; '
-                 f"*) echo {shlex.quote(chr(10).join(lines))} ;; esac")  # fmt: skip
+                 f"*) echo {shlex.quote(chr(10).join(lines))} ;; esac")
 
     def port(self, device: str, link: str, state="4: ACTIVE", gids=()) -> None:
         """A port of an RDMA device; `gids`: (address, type) by index."""
@@ -117,7 +117,7 @@ def test_without_rdma_it_is_the_interface_that_routes_to_the_master(node):
     assert found == {
         "NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    }  # fmt: skip
+    }
     assert said == ""
 
 
@@ -161,7 +161,7 @@ def test_only_roce_gets_a_gid_index_that_of_version_2_over_ipv4(node):
     node.interfaces(ETH)
     link_local = "fe80:0000:0000:0000:0000:0000:0000:0001"
     gids = [(link_local, "IB/RoCE v1"), (link_local, "RoCE v2"), (MAPPED, "IB/RoCE v1"),
-            (MAPPED, "RoCE v2")]  # fmt: skip
+            (MAPPED, "RoCE v2")]
     for device in ("mlx5_0", "mlx5_1"):
         node.port(device, "Ethernet", gids=gids)
     found, said = node.chosen()
@@ -176,7 +176,7 @@ def test_only_roce_gets_a_gid_index_that_of_version_2_over_ipv4(node):
 def test_what_the_environment_says_stays_and_debugging_is_switched_on(node):
     node.interfaces(ETH)
     own = {"NCCL_SOCKET_IFNAME": "ib7", "NCCL_IB_HCA": "mlx5_9", "NCCL_DEBUG": "WARN",
-           "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}  # fmt: skip
+           "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     found, _ = node.chosen(ELASTIC_NCCL_DEBUG="INFO", **own)
     assert found == {**own, "GLOO_SOCKET_IFNAME": "eth0"}
     assert node.chosen(ELASTIC_NCCL_DEBUG="INFO")[0]["NCCL_DEBUG"] == "INFO"
@@ -217,14 +217,14 @@ def log_of(run: Path, rank: int) -> list[str]:
 
 def rank_of(run: Path, script: str, rank: int = 0, **extra: str) -> subprocess.Popen:
     env = given(ELASTIC_RUN_DIR=str(run), MASTER_ADDR="127.0.0.1", SLURM_JOB_ID="12",
-                SLURMD_NODENAME="n7", **extra)  # fmt: skip
+                SLURMD_NODENAME="n7", **extra)
     env |= {"RANK": str(rank), "WORLD_SIZE": "4"}
     # A shell makes what it starts in the background deaf to Ctrl-C, and so may be these tests.
     hears = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(
         [RANK, "bash", "-c", script], env=env, text=True, process_group=0,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hears,
-    )  # fmt: skip
+    )
     RANKS.append(process)
     return process
 
@@ -242,7 +242,7 @@ def test_a_rank_has_its_own_log_over_restarts_and_rank_0_speaks_for_all(tmp_path
     for rank, spoken in ((0, "out\n"), (2, "")):
         for restart in ("0", "1"):
             rank_process = rank_of(tmp_path, script, rank, SLURM_RESTART_COUNT=restart,
-                                   ELASTIC_ATTEMPT=f"4{restart}")  # fmt: skip
+                                   ELASTIC_ATTEMPT=f"4{restart}")
             assert rank_process.communicate() == (spoken, "err\n")
             assert rank_process.returncode == 3
         lines = log_of(tmp_path, rank)
@@ -267,7 +267,7 @@ def test_the_last_words_are_in_the_log_when_the_rank_has_ended(tmp_path):
 
 def test_a_notice_to_every_process_leaves_time_for_the_last_words(tmp_path):
     script = "trap 'sleep 0.3; echo saved; echo gone >&2; exit 0' TERM; echo up; " \
-             "while :; do sleep 0.1; done"  # fmt: skip
+             "while :; do sleep 0.1; done"
     for number in (signal.SIGTERM, signal.SIGUSR1):
         run = tmp_path / number.name
         rank = rank_of(run, script)
@@ -391,7 +391,7 @@ def test_what_a_rank_has_submitted_is_left_alone(tmp_path):
     other = int((tmp_path / "other").read_text())
     try:
         wait_until(lambda: b"SLURM_JOB_ID=4800" in Path(f"/proc/{other}/environ").read_bytes(), 5,
-                   "it is of the other job")  # fmt: skip
+                   "it is of the other job")
         rank.send_signal(signal.SIGTERM)
         rank.communicate(timeout=10 * PATIENCE)
         assert rank.returncode == 75
@@ -404,7 +404,7 @@ def test_what_is_typed_reaches_the_command(tmp_path):
     """In an allocation it is a shell, which ended at once: it was given /dev/null."""
     for extra in ({}, {"ELASTIC_RUN_DIR": str(tmp_path)}):
         done = subprocess.run([RANK, "bash"], env=given(MASTER_ADDR="127.0.0.1", **extra),
-                              input="echo typed\n", capture_output=True, text=True)  # fmt: skip
+                              input="echo typed\n", capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (0, "typed\n")
 
 
@@ -437,14 +437,14 @@ def test_as_many_ranks_as_gpus_or_it_does_not_start(tmp_path):
 
 JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)",
        "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_PARTITION": "gpu",
-       "SLURM_CONF": os.devnull}  # fmt: skip
+       "SLURM_CONF": os.devnull}
 
 
 def test_the_log_of_a_job_begins_with_what_slurm_gave_it(make_run):
     run = make_run("run.mode='sync'")
     run.mark_done({"reason": "nothing is left to do"})
     done = subprocess.run([ROOT / "bin" / "elastic", "launch", run.path], text=True,
-                          env=environment(run.path, **JOB), capture_output=True)  # fmt: skip
+                          env=environment(run.path, **JOB), capture_output=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
         "trainer  job 12, restarts 0: 2 nodes x 2 GPUs, partition gpu, time left unknown"
@@ -458,7 +458,7 @@ def test_who_attaches_to_a_job_drops_an_outer_one_and_finds_the_cluster(tmp_path
     env = given(SLURM_JOB_ID="1", SLURM_CONF="/c", SLURM_CONF_SERVER="head:6817")
     done = subprocess.run([ROOT / "sbatch" / "interactive.sh", "4711", "bash"], text=True,
                           env=env | {"PATH": f"{tmp_path}:{env['PATH']}"},
-                          capture_output=True)  # fmt: skip
+                          capture_output=True)
     assert done.stderr.startswith("error: no job 4711: SLURM_CONF SLURM_CONF_SERVER\n")
 
 
@@ -466,7 +466,7 @@ def test_who_attaches_to_unequal_nodes_takes_what_the_smallest_has(tmp_path):
     """With the mean srun refused the smaller one."""
     job = "JobId=4711 NumCPUs=65 Nodes=n[1-2] CPU_IDs=0-11,24-58 Mem=0 GRES=gpu:2(IDX:0-1)"
     answers = {"squeue": f"{os.getuid()} RUNNING 3 n[1-3]", "srun": '"$@"',
-               "scontrol": f"'{job} Nodes=n3 CPU_IDs=0-15,20 Mem=0 GRES='"}  # fmt: skip
+               "scontrol": f"'{job} Nodes=n3 CPU_IDs=0-15,20 Mem=0 GRES='"}
     for name, words in answers.items():
         (tmp_path / name).write_text(f"#!/bin/bash\necho {words}\n")
         (tmp_path / name).chmod(0o755)
@@ -474,7 +474,7 @@ def test_who_attaches_to_unequal_nodes_takes_what_the_smallest_has(tmp_path):
     for more, cpus in (({}, 8), ({"RANKS_PER_NODE": "40"}, 1), ({"CPUS_PER_RANK": "3"}, 3)):
         env = given(MASTER_ADDR="n1", MASTER_PORT="4000", **more)
         done = subprocess.run(script, env=env | {"PATH": f"{tmp_path}:{env['PATH']}"},
-                              text=True, capture_output=True)  # fmt: skip
+                              text=True, capture_output=True)
         assert f"--cpus-per-task={cpus} " in done.stdout, done.stderr
 
 
@@ -488,7 +488,7 @@ def meet(*stories: str, timeout_s=30.0, nodes=9, **extra: str) -> list[dict]:
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port("127.0.0.1")), SLURM_JOB_ID="7",
         WORLD_SIZE=str(len(stories)), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
         SLURM_JOB_NODELIST=f"n[1-{len(stories)}]", SLURM_TASKS_PER_NODE=f"1(x{len(stories)})",
-    ) | extra  # fmt: skip
+    ) | extra
     reader, writer = os.pipe()
 
     def play() -> bool:
@@ -597,7 +597,7 @@ def test_a_job_on_one_node_opens_no_connection():
     ("known_as", "here", "master"),
     [("deb", "deb", "10.0.0.2"), ("deb", "other", "deb"), ("127.0.0.1", "deb", "127.0.0.1"),
      ("localhost", "deb", "localhost"), ("10.9.9.9", "deb", "10.9.9.9")],
-)  # fmt: skip
+)
 def test_a_name_that_means_loopback_on_its_own_node_is_no_place_to_meet(
     node, known_as, here, master
 ):

@@ -42,7 +42,7 @@ def test_the_newest_checkpoint_is_the_highest_step_whatever_its_name(tmp_path: P
 
 def test_names_without_a_step_and_temporary_ones_are_no_checkpoints(tmp_path: Path):
     temporary = ["step_9.pt.tmp", ".step_9.pt", "step_9.pt.partial", "tmp-checkpoint-9",
-                 "step_9.tmp.4711", "step_9.pt~"]  # fmt: skip
+                 "step_9.tmp.4711", "step_9.pt~"]
     others = ["events.out.tfevents.1712", "llama2.yaml", "train_2026-08-03.log", "2026-08-03.log"]
     assert newest(tmp_path, *temporary, *others) == ""
 
@@ -176,7 +176,7 @@ def test_pictures_and_folders_without_tensors_are_no_checkpoints(tmp_path: Path)
         ("loss_step_20.png", "step_30.svg", "last.mp4", "latest.html", "epoch_4.wav",
          "step_20_samples/0.png", "last-run/events.out.tfevents.17.host", "epoch_9/loss.pdf"),
         2,
-    ):  # fmt: skip
+    ):
         write(tmp_path, name, second)
     assert list(resume_paths(tmp_path)) == [good]
     assert resolve_resume_path(tmp_path, "step_30.*") == tmp_path / "step_30.svg"

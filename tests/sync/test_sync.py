@@ -181,7 +181,7 @@ def repeated(found: list[dict], wanted: list[dict]) -> list[int]:
     last = {line["step"]: line for line in found}
     assert_same_run([last[number] for number in sorted(last)], wanted)
     return [one["step"] + 1 - other["step"] for one, other in pairwise(found)
-            if other["attempt"] > one["attempt"]]  # fmt: skip
+            if other["attempt"] > one["attempt"]]
 
 
 @pytest.fixture
@@ -193,11 +193,11 @@ def temporary(monkeypatch) -> Iterator[Path]:
 
 
 def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(
-        tmp_path, undisturbed, temporary):  # fmt: skip
+        tmp_path, undisturbed, temporary):
     """By itself, when GPUs become free, and with notice. Nothing is left on its nodes: every
     process that loaded samples left a folder there."""
     settings = {"elastic.max": 3, "local_scheduler.gpus": 1, "train.loader_workers": 1,
-                "sync.grow_after": "1s"}  # fmt: skip
+                "sync.grow_after": "1s"}
     with synchronous(tmp_path, settings) as run:
         further(run, 3)
         assert not run.events("cancel")
@@ -218,7 +218,7 @@ def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(
 
 
 def test_a_rank_that_dies_or_hangs_costs_no_job_and_a_later_job_ends_all_alike(
-        tmp_path, undisturbed):  # fmt: skip
+        tmp_path, undisturbed):
     """Of a later job rank 0 left alone, the other died of that, and the launcher took the run
     back."""
     with synchronous(tmp_path, {"elastic.max": 2, "health.hang_timeout": "15s"}) as run:
@@ -240,7 +240,7 @@ def test_a_rank_that_dies_or_hangs_costs_no_job_and_a_later_job_ends_all_alike(
 
 
 def test_a_run_goes_on_after_a_crash_where_nobody_has_cron_and_after_a_kill_and_a_stop(
-        tmp_path, undisturbed):  # fmt: skip
+        tmp_path, undisturbed):
     """After a crash the job's last pass had to wait, and nobody made another one."""
     settings = {"sync.crash_retries": 0, "elastic.backoff": "2s"}
     with synchronous(tmp_path, settings, step_s=0.1) as run:
@@ -282,7 +282,7 @@ def assert_left_out(lines: list[dict]) -> None:
 @pytest.mark.parametrize("action", ["skip", "rollback", "warn"])
 def test_a_batch_that_is_not_finite_is_dealt_with_as_the_run_says(tmp_path, action):
     settings = {"health.nan_action": action, "run.task": "tiny_task:Normed",
-                "checkpoint.interval": "5 steps", "train.validate_every": 20}  # fmt: skip
+                "checkpoint.interval": "5 steps", "train.validate_every": 20}
     run = made(tmp_path, settings, **SPOILED)
     if action == "warn":  # the step is taken, and all that follow are lost: the run is stopped
         with pytest.raises(ElasticError, match="stop: bad step 6 in a row, 5 are allowed"):
@@ -314,7 +314,7 @@ def test_a_batch_of_padding_alone_has_no_loss_and_spoils_none(tmp_path, size):
     """Its batches were skipped, and of too many in a row the run ended; here sample 0 is all
     padding, and tokens do not count it, and batches are of one or two samples."""
     settings = {"run.task": "tiny_task:Masked", "sync.global_batch_size": size,
-                "train.batch_size": 1}  # fmt: skip
+                "train.batch_size": 1}
     run = made(tmp_path, settings, samples=100)
     assert trainer_of(run).main() == Exit.OK
     assert not events(run, "not-finite")
@@ -339,7 +339,7 @@ def test_ranks_go_through_a_full_disk_a_bad_batch_and_a_notice_together(tmp_path
     other size is allowed. What one is refused or told, both must know."""
     settings = {"elastic.max": 3, "sync.sizes": [1, 2], "local_scheduler.gpus": 3,
                 "health.liveness_interval": "0.1s", "health.nan_action": "rollback",
-                "checkpoint.interval": "5 steps", "train.validate_every": 20}  # fmt: skip
+                "checkpoint.interval": "5 steps", "train.validate_every": 20}
     with synchronous(tmp_path, settings, **SPOILED, step_s=0.5, validation_passes=100) as run:
         run.until(lambda: step(run) > 0, 60, "the first step")
         answer = elastic("status", run.run.path, "--json", env=environment(run.home))
@@ -502,7 +502,7 @@ def test_no_checkpoint_is_due_while_one_is_being_written(rank, make_config, monk
 @pytest.mark.parametrize(("setting", "said"), [
     ("10m", "every 10m: checkpoint.interval"), ("50 steps", "every 50 steps: checkpoint.interval"),
     ("auto", "every 5 s: a save stalls 0 s, an interruption comes every 240 min"),
-])  # fmt: skip
+])
 def test_status_tells_the_interval_that_is_used(rank, make_config, setting, said):
     config = make_config(f"checkpoint.interval={setting}")
     saving = Saving(replace(rank, config=config), None, None, ())
@@ -596,7 +596,7 @@ def test_a_validation_that_a_notice_ends_leaves_no_other_parameters(tmp_path, un
 def test_a_step_that_a_notice_ends_leaves_nothing_in_the_statistics(run, make_config):
     """What had begun of it comes again; its traces were in the checkpoint."""
     config = make_config("run.mode=sync", "run.task=tiny_task:Normed", "task.pace=''",
-                         "train.batch_size=4", "sync.global_batch_size=8")  # fmt: skip
+                         "train.batch_size=4", "sync.global_batch_size=8")
     notice = Notice()
     trainer = Trainer(Rank(run, config, Group(), 1, "7"), notice)
     before = {name: buffer.clone() for name, buffer in trainer.learner.model.named_buffers()}

@@ -72,7 +72,7 @@ class Cluster:
         environment = {
             **self._cron, **self.box.environment(), "PATH": os.environ["PATH"],
             "ELASTIC_RUNS": str(self.run.path.parent), "ELASTIC_SITE": os.devnull,
-        }  # fmt: skip
+        }
         limits = ("--min", least, "--max", most, "--parsable", "--no-try")
         return elastic("submit", self.home / "story.toml", *limits, env=environment)
 
@@ -201,7 +201,7 @@ who = ["rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"]]
 print(*who, *seen, file=sys.stderr, flush=True)
 """
 ROOT_OF_ONES_OWN = ["unshare", "--mount", "sh", "-c",
-                    'mount -t tmpfs none /mnt && touch /mnt/image && exec "$@"', "sh"]  # fmt: skip
+                    'mount -t tmpfs none /mnt && touch /mnt/image && exec "$@"', "sh"]
 
 
 @pytest.mark.root
@@ -215,7 +215,7 @@ def test_ranks_run_in_a_container_with_the_sites_options_and_few_cores(new_sandb
     cluster.submit(4, 4, **{
         "slurm.gpus_per_node": 2, "sync.ranks_per_node": 3, "slurm.rank_prefix": ROOT_OF_ONES_OWN,
         "slurm.srun_options": [f"--task-prolog={tmp_path}/prolog"],
-        "run.command": ["{python}", "inside.py", "{checkpoints}"]})  # fmt: skip
+        "run.command": ["{python}", "inside.py", "{checkpoints}"]})
     cluster.until(lambda: cluster.run.done() and not cluster.jobs(), "the end of the run")
     (job_id,) = {event["job_id"] for event in cluster.run.events() if event["kind"] == "start"}
     logs = sorted((cluster.run.path / "logs/ranks").iterdir())
@@ -268,7 +268,7 @@ def test_a_rank_that_crashes_costs_no_node_however_gpus_are_asked_for(new_sandbo
     (tmp_path / "crashes.py").write_text(CRASHES)
     command = ["{python}", "crashes.py", "{checkpoints}"]
     cluster.submit(4, 4, **{"slurm.gpus_per_node": 2, "slurm.gres": "", "slurm.options": [asked],
-                            "run.command": command})  # fmt: skip
+                            "run.command": command})
     cluster.until(lambda: cluster.run.done() and not cluster.jobs(), "the end of the run")
     starts = [event["job_id"] for event in cluster.run.events() if event["kind"] == "start"]
     assert (len(starts), len(set(starts))) == (2, 1)

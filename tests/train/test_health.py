@@ -82,7 +82,7 @@ def told(*stories: Story) -> Iterator[None]:
 
 def start_ranks(world: int) -> list[Story]:
     group = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port("127.0.0.1"),
-             "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+             "GLOO_SOCKET_IFNAME": "lo"}
     return [Forked(health_ranks.ranks, RANK=rank, **group) for rank in range(world)]
 
 

@@ -260,7 +260,7 @@ def test_a_model_that_lives_on_more_than_its_parameters_is_not_built_without_mem
     [([], "gives no tokens.weight"),
      ([("tokens.weight", torch.zeros(2, 2))], r"gives tokens.weight \[2, 2\]: not in the model"),
      ([("token", torch.zeros(2, 2))], r"gives token \[2, 2\]: not in the model")],
-)  # fmt: skip
+)
 def test_initial_values_that_are_not_the_models_are_named(given, said):
     task = Bare()
     model = device.build_model(task, CONFIG, torch.device("cpu"), Group())

@@ -126,7 +126,7 @@ def test_what_a_parametrization_computes_is_no_parameter(norm, place):
         "old": nn.utils.weight_norm, "new": nn.utils.parametrizations.weight_norm,
         "spectral": nn.utils.parametrizations.spectral_norm,
         "scalar": lambda layer: nn.utils.parametrizations.weight_norm(layer, dim=None),
-    }  # fmt: skip
+    }
     model = net()
     places = {"hidden": [model.inner[0]], "head": [model.head], "table": [model.table]}
     for layer in places.get(place) or [*model.inner, model.head, model.table]:
@@ -151,7 +151,7 @@ def test_both_move_as_torchs_own():
     muon = torch.optim.Muon(hidden, 0.02, 0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(
         [{"params": [p for p in rest if p.dim() == dim], "weight_decay": 0.1 * (dim == 2)}
-         for dim in (2, 1)], lr=0.02, betas=(0.9, 0.95))  # fmt: skip
+         for dim in (2, 1)], lr=0.02, betas=(0.9, 0.95))
     ours = train(mine, [default_optimizer(mine, TRAIN)], steps=1)
     torchs = train(theirs, [muon, adamw], steps=1)
     for start, our, torchs_own in zip(net().parameters(), ours, torchs, strict=True):
@@ -252,7 +252,7 @@ def test_a_task_may_have_several_optimizers_and_hides_none():
     """Every save changed the moments of the hidden ones, and no restart had them."""
     model = net()
     matrices, rest = ([p for p in model.parameters() if (p.dim() > 1) is is_matrix]
-                      for is_matrix in (True, False))  # fmt: skip
+                      for is_matrix in (True, False))
 
     def made():
         return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=0.1)]

@@ -470,7 +470,7 @@ def test_the_default_optimizer_has_the_bits_of_torch_adamw():
             {"params": [p for p in model.parameters() if (p.dim() >= 2) == decays],
              "weight_decay": 0.1 * decays}
             for decays in (True, False)
-        ]  # fmt: skip
+        ]
         return torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
 
     mine = trained(lambda model: default_optimizer(model, settings))

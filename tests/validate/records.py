@@ -66,7 +66,7 @@ ARMS = {
         "local_sgd.thin_rounds=false")),
     "adamw": Arm("local mode, AdamW"),
     "muon": Arm("local mode, Muon", MUON),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ SIZES = {size.name: size for size in (
         REFERENCE: 4e-3, "sync-muon": 8e-3, "diloco": 4e-3, "adamw": 4e-3, "muon": 8e-3}),
     Size("3M", 6_553_600, ("task.dim=256", "task.layers=4", "task.heads=8"), {
         REFERENCE: 2e-3, "sync-muon": 8e-3, "diloco": 1e-3, "adamw": 1e-3, "muon": 8e-3}),
-)}  # fmt: skip
+)}
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Trial:
                 f"train.batch_size={batch}", f"train.learning_rate={rate}",
                 "train.warmup_fraction=0.05", f"local_sgd.inner_steps={steps}",
                 "local_sgd.compression=int8", *self.size.settings, *arm.settings,
-                *self.more]  # fmt: skip
+                *self.more]
 
     @property
     def key(self) -> str:
@@ -166,7 +166,7 @@ def run(trial: Trial) -> dict:
     alone = ARMS[trial.arm].synchronous
     crews = iter(lambda: [0], None) if alone else trial.point.crews(trial.seed)
     sent, encoded = 0, sum(map(CODECS[config.local_sgd.compression].size_bytes,
-                               simulator.outer.layout.numels))  # fmt: skip
+                               simulator.outer.layout.numels))
     while deltas := works(simulator, next(crews)):
         sent += len(deltas) * encoded
         for _ in simulator.replay([commit_of(deltas=tuple(deltas))]):
@@ -176,7 +176,7 @@ def run(trial: Trial) -> dict:
         sent = 2 * 4 * sum(map(torch.numel, simulator.outer.params)) * config.local_sgd.inner_steps
     return {"key": trial.key, "arm": trial.arm, "point": str(trial.point), "seed": trial.seed,
             "loss": loss, "versions": simulator.version,
-            "bytes_per_token": sent / trial.tokens}  # fmt: skip
+            "bytes_per_token": sent / trial.tokens}
 
 
 def works(simulator: Simulator, crew: list[int]) -> list[Planned]:
@@ -191,7 +191,7 @@ def works(simulator: Simulator, crew: list[int]) -> list[Planned]:
             samples = [(0, first, first + steps * batch)]
             first += steps * batch
             deltas.append(Planned(slot=slot, attempt=1, base=simulator.version, steps=steps,
-                                  samples=samples, inner="start"))  # fmt: skip
+                                  samples=samples, inner="start"))
     return deltas
 
 
@@ -236,7 +236,7 @@ def table(results: dict[Trial, dict]) -> str:
             if trial.point == point:
                 by_arm.setdefault(trial.arm, {})[trial.seed] = row
         rows += [_row(point, arm, by_seed, by_arm.get(REFERENCE, {}))
-                 for arm, by_seed in by_arm.items()]  # fmt: skip
+                 for arm, by_seed in by_arm.items()]
     return "".join(rows)
 
 
@@ -245,7 +245,7 @@ def _row(point: Point, arm: str, by_seed: dict[int, dict], reference: dict[int, 
         return mean(row[name] for row in by_seed.values())
 
     gaps = [row["loss"] - reference[seed]["loss"]
-            for seed, row in by_seed.items() if seed in reference]  # fmt: skip
+            for seed, row in by_seed.items() if seed in reference]
     half = half_width(gaps)
     gap = f"{mean(gaps):+.4f}" if gaps and arm != REFERENCE else ""
     bound = f"{mean(gaps) + half:+.4f}" if half is not None and arm != REFERENCE else ""
@@ -254,14 +254,14 @@ def _row(point: Point, arm: str, by_seed: dict[int, dict], reference: dict[int, 
     if ARMS[arm].synchronous:
         versions, sent = "", sent * point.most
     cells = [str(point.steps), point.workers, ARMS[arm].title, f"{loss:.4f}", gap, bound,
-             versions, f"{sent:,.0f}"]  # fmt: skip
+             versions, f"{sent:,.0f}"]
     return f"| {' | '.join(cells)} |\n"
 
 
 def to_tune(size: Size, arms: list[str], more: tuple[str, ...]) -> list[Trial]:
     """Every arm at K = 30, M = 4 with each learning rate; ARMS has the best, set by hand."""
     return [Trial(arm, Point(30, "4"), TUNING_SEED, size, (*more, f"train.learning_rate={rate}"))
-            for rate in RATES for arm in arms]  # fmt: skip
+            for rate in RATES for arm in arms]
 
 
 def main() -> int:
@@ -276,7 +276,7 @@ def main() -> int:
         return 0
     points = [Point.read(text) for text in options.points.split(",")]
     trials = [Trial(arm, point, seed, size, more)
-              for seed in range(options.seeds) for point in points for arm in arms]  # fmt: skip
+              for seed in range(options.seeds) for point in points for arm in arms]
     found = table(run_all(trials, options.processes, options.build))
     print(found)
     if options.publish:

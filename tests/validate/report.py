@@ -25,7 +25,7 @@ LOOKS = {
     "dp": ("black", "--"), "base": ("black", "-"),
     "int8": ("tab:blue", "--"), "int4": ("tab:green", ":"),
     "rebase": ("tab:purple", "-"), "rebase_less": ("tab:purple", ":"),
-}  # fmt: skip
+}
 
 Losses = dict[str, dict[int, float]]  # arm -> seed -> nats per byte, at the end
 Curves = dict[str, dict[int, list[tuple[int, float]]]]  # arm -> seed -> (tokens, nats per byte)
@@ -60,7 +60,7 @@ def draw(shown: dict[str, str], curves: Curves, path: Path) -> None:
     same file."""
     drawn = {arm: averaged(curves[arm]) for arm in shown if arm in curves}
     style = {"svg.fonttype": "none", "svg.hashsalt": "elastic", "axes.spines.top": False,
-             "axes.spines.right": False, "font.size": 9}  # fmt: skip
+             "axes.spines.right": False, "font.size": 9}
     with rc_context(style):
         figure = Figure((WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -74,9 +74,9 @@ def draw(shown: dict[str, str], curves: Curves, path: Path) -> None:
                 right.plot(thousands, gaps, **looks)
         left.set(xlabel="thousand tokens", ylabel="validation loss, nats per byte")
         right.set(xlabel="thousand tokens", ylabel="minus that of local SGD, dense, no overlap",
-                  ylim=CLOSE_UP)  # fmt: skip
+                  ylim=CLOSE_UP)
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4,
-                      frameon=False)  # fmt: skip
+                      frameon=False)
         figure.savefig(path, metadata={"Date": None})
 
 

@@ -283,7 +283,7 @@ def trace(crew: Crew, first: int, steps: int, batch: int) -> Iterator[Commit]:
                 ranges = [(0, cursor, cursor + done * batch)]
                 cursor += done * batch
                 deltas.append(Planned(slot=slot, attempt=attempt, base=base, steps=done,
-                                      samples=ranges, inner=inner))  # fmt: skip
+                                      samples=ranges, inner=inner))
         yield commit_of(deltas=tuple(deltas))
         version += 1
 
@@ -296,7 +296,7 @@ def overlapping(commits: Iterator[Commit], samples: int) -> Iterator[Commit]:
         for delta in commit.deltas:
             upcoming = following.get((delta.slot, delta.attempt), ())
             ahead = tuple((epoch, first, min(stop, first + samples))
-                          for epoch, first, stop in upcoming)  # fmt: skip
+                          for epoch, first, stop in upcoming)
             deltas.append(replace(delta, ahead=ahead))
         yield replace(commit, deltas=tuple(deltas))
 
@@ -347,7 +347,7 @@ def warm(seed: int) -> Start:
         inner = simulator.inner(0)
         tensors = {f"param/{i}": param for i, param in enumerate(simulator.outer.params)}
         tensors |= {f"inner/{i}/{name}": value for i, state in enumerate(inner.state)
-                    for name, value in state.items()}  # fmt: skip
+                    for name, value in state.items()}
         BUILD.mkdir(exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
         save_file(tensors | {"rng": inner.rng}, temporary)
@@ -479,7 +479,7 @@ def check_rules(losses: Losses) -> list[dict]:
                 "rule": rule.name, "what": rule.what, "arm": rule.arm, "against": rule.against,
                 "mean": mean(found), "bound": bound, "margin": rule.margin, "seeds": len(found),
                 "limit": "at least" if rule.at_least else "at most", "ok": rule.holds(bound),
-            })  # fmt: skip
+            })
     wrong = {fault.arm for fault in FAULTS}
     healthy = [loss for arm in losses.keys() - wrong for loss in losses[arm].values()]
     if healthy:
@@ -487,7 +487,7 @@ def check_rules(losses: Losses) -> list[dict]:
             "rule": "R9", "what": "never worse than knowing nothing", "arm": "all", "against": "",
             "mean": max(healthy), "bound": max(healthy), "margin": UNIFORM, "seeds": 0,
             "limit": "at most", "ok": all(loss <= UNIFORM for loss in healthy),
-        })  # fmt: skip
+        })
     return checked
 
 
@@ -505,7 +505,7 @@ def check_faults(losses: Losses) -> list[dict]:
                     "fault": fault.what, "arm": fault.arm, "rule": rule.name, "mean": mean(found),
                     "margin": rule.margin, "limit": "at least" if rule.at_least else "at most",
                     "seeds": len(found), "ok": not rule.holds(mean(found)),
-                })  # fmt: skip
+                })
                 break
     return checked
 
@@ -534,7 +534,7 @@ def train(options: argparse.Namespace, curves: Curves) -> Curves:
     """The curves, with those of the arms and seeds that are asked for and not there yet."""
     began = time.monotonic()
     work = [(arm, seed) for seed in options.seeds for arm in options.arms
-            if wanted(arm, seed) and seed not in curves.get(arm, {})]  # fmt: skip
+            if wanted(arm, seed) and seed not in curves.get(arm, {})]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
         list(pool.map(warm, {seed for _, seed in work}))
@@ -550,7 +550,7 @@ def train(options: argparse.Namespace, curves: Curves) -> Curves:
 
 def judged(curves: Curves) -> dict:
     losses = {arm: {seed: curve[-1][1] for seed, curve in by_seed.items()}
-              for arm, by_seed in curves.items()}  # fmt: skip
+              for arm, by_seed in curves.items()}
     rules, faults = check_rules(losses), check_faults(losses)
     ok = all(each["ok"] for each in rules + faults)
     return {"ok": ok, "losses": losses, "rules": rules, "faults": faults, "curves": curves}
@@ -567,7 +567,7 @@ def kept() -> Curves:
     path = BUILD / "validate.json"
     found = json.loads(path.read_text())["curves"] if path.exists() else {}
     return {arm: {int(seed): curve for seed, curve in by_seed.items()}
-            for arm, by_seed in found.items()}  # fmt: skip
+            for arm, by_seed in found.items()}
 
 
 def parse(args: list[str]) -> argparse.Namespace:

@@ -54,7 +54,7 @@ def test_a_wrong_password_fails_the_run_and_is_not_repeated(home: Path):
     port = server.endpoint.port
     try:
         settings = {"redis.url": f"redis://:guessed@127.0.0.1:{port}/0",
-                    "elastic.max": 1, "elastic.max_failures": 1}  # fmt: skip
+                    "elastic.max": 1, "elastic.max_failures": 1}
         with running(home, settings) as run:
             failed = run.until_failed(60)
             seen = str(status.observe(run.run)) + run.story()
@@ -73,7 +73,7 @@ def test_a_server_that_the_site_provides_serves_as_well(home: Path):
     folder.mkdir()
     server = start_redis(home)
     settings = {"redis.url": f"redis://:{server.password}@127.0.0.1:{server.endpoint.port}/0",
-                "elastic.max": 1}  # fmt: skip
+                "elastic.max": 1}
     try:
         with running(folder, settings, samples=300, step_s=0.1) as run:
             run.until(lambda: run.version >= 2, 60, "two versions")
@@ -118,13 +118,13 @@ class Task(Tiny):
 @pytest.mark.parametrize(("mode", "source", "error", "place"), [
     ("local", NO_MODULE, "task module broken does not import", "broken.py:3"),
     ("sync", TYPO, "NameError: name 'torch' is not defined", "broken.py"),
-], ids=["local", "sync"])  # fmt: skip
+], ids=["local", "sync"])
 def test_the_same_exception_twice_before_the_first_step_stops_the_run(
     home: Path, mode: str, source: str, error: str, place: str
 ):
     (home / "broken.py").write_text(source)
     settings = {"run.task": "broken:Task", "run.mode": mode, "elastic.max": 1,
-                "elastic.backoff": "30s"}  # fmt: skip
+                "elastic.backoff": "30s"}
     with running(home, settings) as run:
         run.until(lambda: run.events("restart"), 60, "a restart")
         (first, *_) = run.events("restart")
@@ -163,7 +163,7 @@ def test_a_sample_that_is_not_a_number_is_skipped_and_weighs_nothing(home: Path)
     assert "left out" in warned
     assert_told_of_rounding("spare", warned)
     lacking = [sum(stop - start for _, start, stop in each.samples) - each.tokens
-               for each in deltas]  # fmt: skip
+               for each in deltas]
     batch = run.config.train.batch_size
     assert sorted(lacking)[-2:] == [0, batch - 1], "one token is the least of a step"
 
@@ -238,7 +238,7 @@ def test_a_read_only_run_root_is_refused_before_anything_is_made(small_disk: Pat
      (["./missing"], 1, "no program './missing'"),
      (["{python}", "missing.py"], 1, "no program 'missing.py'"),
      (["{python}", "there.py", "--out={checkpoints}", "{resume?--resume}"], 0, "would start")],
-)  # fmt: skip
+)
 def test_a_command_that_cannot_be_run_is_refused_at_submission(tmp_path, command, code, told):
     (tmp_path / "there.py").touch()
     text = f'[run]\nmode = "sync"\nscheduler = "local"\ncommand = {json.dumps(command)}\n'

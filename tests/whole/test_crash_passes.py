@@ -62,7 +62,7 @@ class Filed:
         at = self.now if at is None else at
         started = at if state != "PENDING" else None
         rows.append({"job_id": str(len(rows) + 1), "name": name, "state": state,
-                     "submitted_at": at, "started_at": started})  # fmt: skip
+                     "submitted_at": at, "started_at": started})
         self.write(rows)
         return rows[-1]["job_id"]
 
@@ -87,7 +87,7 @@ class Filed:
     def edges(self, edge: Edge) -> None:
         """From now on its verbs are operations."""
         verbs = {"submit": TryAgain("sbatch: timed out"), "cancel": TryAgain("scancel: timed out"),
-                 "jobs": TryAgain("squeue: timed out")}  # fmt: skip
+                 "jobs": TryAgain("squeue: timed out")}
         for verb, error in verbs.items():
             real, name = getattr(self, verb), "list" if verb == "jobs" else verb
 
@@ -112,7 +112,7 @@ def world(tmp_path, monkeypatch) -> World:
 def settings(world) -> config.Config:
     path = world.folder.with_name("run.toml")
     path.write_text('[run]\nname = "tiny"\nscheduler = "local"\n[train]\nepochs = 1\n'
-                    "[elastic]\nmin = 1\nmax = 4\n")  # fmt: skip
+                    "[elastic]\nmin = 1\nmax = 4\n")
     return config.load(path)
 
 
@@ -147,7 +147,7 @@ def passes(run: RunDir, slurm: Filed) -> None:
 
 def ended(run: RunDir, job_id: str, slot: int, outcome: str, at: float) -> None:
     record = {"role": "worker", "slot": slot, "outcome": outcome, "reason": "planted", "code": 1,
-              "job_id": job_id, "time": at, "started": at, "state": "ended"}  # fmt: skip
+              "job_id": job_id, "time": at, "started": at, "state": "ended"}
     write_atomic(run.path / "exit" / f"{job_id}.json", to_json(record))
 
 

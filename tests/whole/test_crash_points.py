@@ -30,7 +30,7 @@ from torch import nn
 
 from conftest import start_redis
 from crashing import KILLED, LOST, REFUSED, UNANSWERED, Point, World, report, try_all
-from elastic.base import config, durable  # fmt: skip
+from elastic.base import config, durable
 from elastic.base.durable import checksum
 from elastic.base.signals import Notice
 from elastic.jobs.history import End
@@ -60,10 +60,10 @@ SETTINGS = [
     "local_sgd.compression=none", "local_sgd.max_staleness=0", "local_sgd.min_deadline=1d",
     "local_sgd.cold_start=0",
     "checkpoint.min_free=0mb", "checkpoint.keep=1", "health.lease=600s",
-]  # fmt: skip
+]
 SMALL = 65536  # bytes of a record on its way
 LEASE = {"job_id": "7", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,
-         "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}  # fmt: skip
+         "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}
 
 
 class Inline:
@@ -136,13 +136,13 @@ class Worker:
         layout, transport = read_layout(self.run, self.base), Transport(self.run)
         key = (self.slot, self.attempt, self.base)
         parts = [transport.put(key, i, memoryview(bytes(4 * numel)))
-                 for i, numel in enumerate(layout.numels)]  # fmt: skip
+                 for i, numel in enumerate(layout.numels)]
         tokens = sum(stop - start for _, start, stop in samples)
         return Header(
             run=self.run.key, slot=self.slot, attempt=self.attempt, job_id="7", base=self.base,
             layout=layout.hash, codec="none", steps=tokens // BATCH, tokens=tokens,
             samples=tuple(samples), loss=1.0, first_loss=1.0, fragments=tuple(parts),
-        )  # fmt: skip
+        )
 
 
 def go_on(run: RunDir, workers: list[Worker], until: Callable[[], object]) -> Turns:
@@ -185,7 +185,7 @@ def assert_cleared(run: RunDir, *more: str) -> None:
     record = re.compile(r"\..+\.[0-9a-f]{32}")
     left = [path for path in run.path.rglob(".*")
             if not (record.fullmatch(path.name) and path.is_file()
-                    and path.stat().st_size < SMALL)]  # fmt: skip
+                    and path.stat().st_size < SMALL)]
     newest = run.commits.newest_version()
     left += [p for p in (run.path / "versions").glob("[0-9]*") if int(p.name) != newest]
     left += [p for p in (run.path / "deltas").glob("[0-9]*") if int(p.name) < newest]
@@ -229,7 +229,7 @@ def world(tmp_path, server, monkeypatch) -> World:
     for module, name in ((master_server, "TICK_S"), (master, "TICK_S"), (journal, "STUCK_S"),
                          (durable, "STUCK_S"),
                          (line, "RETRY_S"), (line, "LOOK_S"),
-                         (line, "UNSEEN_S")):  # fmt: skip
+                         (line, "UNSEEN_S")):
         monkeypatch.setattr(module, name, 0.01)
     monkeypatch.setattr(durable, "AGAIN_S", (0.01, 0.01))
     monkeypatch.setattr(os, "fsync", lambda _: None)  # what it is for, crashing.py plays
@@ -249,7 +249,7 @@ def settings(world, server) -> config.Config:
     path = world.folder.with_name("run.toml")
     url = f"redis://:{server.password}@127.0.0.1:{server.endpoint.port}"
     path.write_text('[run]\nname = "tiny"\nscheduler = "local"\n[train]\nepochs = 1\n'
-                    f'[redis]\nurl = "{url}"\n')  # fmt: skip
+                    f'[redis]\nurl = "{url}"\n')
     return config.load(path, SETTINGS)
 
 
@@ -483,7 +483,7 @@ def test_bytes_that_are_not_durable_before_the_commit_are_found(world, run, monk
 
 def test_a_version_that_never_gets_its_name_is_found(world, run, monkeypatch):
     monkeypatch.setattr(versions, "verified", lambda run, commit, name: run.path / next(
-        entry["path"] for entry in commit.files if entry["path"].endswith(name)))  # fmt: skip
+        entry["path"] for entry in commit.files if entry["path"].endswith(name)))
 
     def check(_: Point) -> None:
         if run.commits.newest_version() == 0:

@@ -63,7 +63,7 @@ def refused(folder: Path, what: str) -> None:
     """The demo says so there, and all that is below `folder` stays as it is."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     done = subprocess.run([ROOT / "bin" / "elastic-demo"], cwd=folder / "here", text=True,
-                          env=environment(folder), capture_output=True, timeout=60)  # fmt: skip
+                          env=environment(folder), capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"error: {folder / 'here' / 'build' / 'demo'} {what}")
     assert {path: path.read_bytes() for path in before} == before
@@ -118,7 +118,7 @@ def test_one_demo_at_a_time(tmp_path):
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         done = subprocess.run([ROOT / "bin" / "elastic-demo"], cwd=tmp_path / "here", text=True,
-                              env=environment(tmp_path), capture_output=True)  # fmt: skip
+                              env=environment(tmp_path), capture_output=True)
     finally:
         os.close(folder)
     assert (done.returncode, done.stdout) == (1, "")
@@ -132,7 +132,7 @@ def train_a_tiny_task(clone: Path) -> None:
     shutil.copy(TESTS / "tiny_task.py", config.parent)
     text = config.read_text()
     for shipped, cheap in (("elastic.tasks:ByteText", "tiny_task:Tiny"),
-                           ('data = "stdlib"', f'pace = "{pace}"')):  # fmt: skip
+                           ('data = "stdlib"', f'pace = "{pace}"')):
         assert shipped in text
         text = text.replace(shipped, cheap)
     config.write_text(text)

@@ -108,7 +108,7 @@ def run(line: str, folder: Path, **environ: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         ["bash", "-euc", line], cwd=folder, env=kept | environ, capture_output=True, text=True,
         timeout=300 * PATIENCE,
-    )  # fmt: skip
+    )
 
 
 def test_every_command_in_the_documents_has_its_test():
@@ -125,7 +125,7 @@ def test_a_model_gets_out_of_a_run_as_the_page_says(make_run, monkeypatch):
     layout = Layout.of(shapes(trained), 20)  # a fragment for each tensor
     draft, tensors = VersionDraft(run_dir, 123, "1"), trained.parameters()
     files = [file for index, tensor in enumerate(tensors) for file in
-             draft.write_fragment(layout, index, *[tensor.detach().flatten()] * 2)]  # fmt: skip
+             draft.write_fragment(layout, index, *[tensor.detach().flatten()] * 2)]
     assert draft.commit(layout, files, commit_of(123))
     optimizer = torch.optim.SGD(trained.parameters())
     Checkpoints(run_dir, Group(), "1", 1).save(123, trained, optimizer, {})
@@ -172,7 +172,7 @@ def test_an_admin_installs_and_uninstalls_by_the_book(tmp_path):
     for line in lines:
         line += f" PYTHON={python}" if line.startswith("make install") else ""
         done = run(f"umask 077; {line}", ROOT, EDITOR="grep -q slurm",
-                   ELASTIC_HOME_DIR=str(tmp_path))  # fmt: skip
+                   ELASTIC_HOME_DIR=str(tmp_path))
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         assert len(done.stdout) < 1000, "shell is not echoed"
     everybody_can_read(prefix)
@@ -304,7 +304,7 @@ def test_bash_completes_commands_options_and_runs(tmp_path):
     hostile.chmod(0o755)
     for words, wanted in (("bin/elastic sta", "status"), ("bin/elastic-status --wa", "--watch"),
                           ("bin/elastic-stop se", "seven"), ("elastic sta", "status"),
-                          (f"{tmp_path}/elastic-stop se", "seven")):  # fmt: skip
+                          (f"{tmp_path}/elastic-stop se", "seven")):
         done = run(ask.format(words=words), ROOT, ELASTIC_HOME_DIR=str(tmp_path / "home"))
         assert done.stdout.split() == [wanted], done.stderr
     assert not (tmp_path / "PWNED").exists()
@@ -315,7 +315,7 @@ def test_a_venv_is_asked_for_what_is_pinned(tmp_path):
     folder = checkout(tmp_path)
     (folder / ".venv").unlink()
     said = {target: run(f"make -n {target} PYTHON=/usr/bin/python3", folder)
-            for target in ("demo", "venv", "venv TORCH=site", "lint")}  # fmt: skip
+            for target in ("demo", "venv", "venv TORCH=site", "lint")}
     files = {target: re.findall(r"-r (\S+)", answer.stdout) for target, answer in said.items()}
     assert files["demo"] == [".venv/wanted.txt"], said["demo"].stderr
     assert files["venv"] == [*files["demo"], "requirements-report.txt"]
@@ -367,7 +367,7 @@ def test_the_forecast_in_the_manual_is_what_the_command_says():
 def test_the_costs_in_the_readme_have_the_columns_that_are_printed():
     said = (ROOT / "tests" / "screens" / "chaos-120.txt").read_text()
     shown, printed = (" ".join(re.search("(?m)^ *fault .*", text)[0].split())
-                      for text in (block(README, "steps lost"), said))  # fmt: skip
+                      for text in (block(README, "steps lost"), said))
     assert printed.startswith(shown)
 
 
@@ -436,7 +436,7 @@ def test_the_loop_in_the_manual_trains(batches, tmp_path):
         dataset, model = task.dataset(), Net()
         loss = task.loss
         inner_optimizer = EagerAdamW(model.parameters(), lr=0.01)
-        """) + loop_of(PROGRAMS, batches))  # fmt: skip
+        """) + loop_of(PROGRAMS, batches))
     command = [sys.executable, str(script), str(tmp_path / "pace")]
     settings = {"run.command": command, "elastic.max": 1, "train.accumulate": batches}
     with running(tmp_path, settings, step_s=0) as started:
@@ -475,4 +475,4 @@ def test_the_readme_is_short_and_names_every_page():
     text = README.read_text()
     assert len(text.splitlines()) <= 250
     assert [page.name for page in DOCUMENTS if f"(docs/{page.name})" not in text
-            and page.parent.name == "docs"] == []  # fmt: skip
+            and page.parent.name == "docs"] == []

@@ -46,7 +46,7 @@ SWEEP = bool(os.environ.get("ELASTIC_FILE_SWEEP"))
 CHANGES = ("mkdir", "rename", "replace", "link", "unlink")
 EACH = 24  # operations that are tried of each process, in the sample
 NAMES = ("stat", "mkdir", "rename", "replace", "link", "fsync", "statvfs", "scandir", "unlink",
-         "close")  # fmt: skip
+         "close")
 
 
 ACTIVE: "Failing"
@@ -103,7 +103,7 @@ class Failing:
         if not self._is_ours(file):
             return self._open(file, mode, *args, **kwargs)
         real = file if isinstance(file, int) else self.operation(
-            "open", lambda: os.open(file, _flags(mode), 0o666))  # fmt: skip
+            "open", lambda: os.open(file, _flags(mode), 0o666))
         raw = _File(self, real, mode.replace("b", "").replace("t", "").replace("x", "w"))
         if 0 in (*args[:1], kwargs.get("buffering")):
             return raw
@@ -153,7 +153,7 @@ def read_only(names: list[str]) -> list[tuple[int, int]]:
 
 
 def try_each(world: World, act: Callable[[], object], check: Callable[[], object],
-             more: Callable = lambda names: ()) -> None:  # fmt: skip
+             more: Callable = lambda names: ()) -> None:
     def failing(kth: int = 0, number: int = 0) -> dict:
         files = Failing(world.folder, kth, number)
         files.install()

@@ -34,7 +34,7 @@ def shared(tmp_path_factory) -> Iterator[Running]:
         "local_sgd.inner_state_max_age": 1000, "health.stall_after": "4s",
         # A new server waits for two heartbeats and a second before it takes a lease for lost.
         "health.heartbeat": "0.5s", "health.lease": "6s",
-    }  # fmt: skip
+    }
     home = tmp_path_factory.mktemp("shared")
     with running(home, settings, samples=1_000_000, step_s=PACE_S) as run:
         yield run
@@ -72,7 +72,7 @@ def moment(draw: random.Random, run: Running) -> None:
     kind = draw.choice(["any", "any", "commit", "draft", "delta"])
     seen = {"commit": lambda: run.run.commits.path(version + 1).exists(),
             "draft": lambda: any((run.run.path / "versions").glob(".*")),
-            "delta": lambda: delta_waits(run.run.path / "deltas")}  # fmt: skip
+            "delta": lambda: delta_waits(run.run.path / "deltas")}
     delay_s, version = draw.uniform(0, 1.0), run.version
     deadline = time.monotonic() + (delay_s if kind == "any" else 3.0)
     while time.monotonic() < deadline and not (kind != "any" and seen[kind]()):
@@ -113,7 +113,7 @@ def test_a_round_waits_for_those_whose_leases_a_redis_took_with_it(run: Running,
     run.until(lambda: _begins_a_round(run, slot=1), 60, "slot 1 has begun a round")
     version = run.version
     run.until(lambda: any(e["base"] == version and e["slot"] == 0 for e in run.events("delta")),
-              30, "slot 0 has delivered")  # fmt: skip
+              30, "slot 0 has delivered")
     if fault == "killed":
         run.kill("redis")
     elif fault == "flushed":
@@ -242,7 +242,7 @@ def test_an_old_attempt_that_comes_back_after_a_flush_does_not_stop_the_run(run:
     run.run.slots.claim(2, {"job_id": "old"})
     run.run.slots.claim(2, {"job_id": "new"})
     fields = {"job_id": "", "node": "", "pid": 0, "state": "loading", "version": -1, "step": 0,
-              "steps_total": 0, "loss": 0, "tokens_per_s": 0}  # fmt: skip
+              "steps_total": 0, "loss": 0, "tokens_per_s": 0}
     with run.store() as store:
         assert store.lease(2, 2, fields, 0.5)
         run.versions(1)
@@ -272,7 +272,7 @@ def test_a_stopped_run_keeps_every_step_and_goes_on_when_it_is_scaled(shared: Ru
     run.versions(1)
     run.pace(0.2)
     run.until(lambda: run.slots() and min(slot.step for slot in run.slots().values()) >= 2, 30,
-              "steps")  # fmt: skip
+              "steps")
     run.pace(5)  # longer than a lease, and than a worker may stand still
     workers = run.slots()
     stopped = elastic("stop", "tiny", "--wait", env=environment(run.home))
@@ -298,7 +298,7 @@ def test_a_stopped_run_keeps_every_step_and_goes_on_when_it_is_scaled(shared: Ru
 def test_one_may_join_in_a_last_call_and_the_last_samples_come_back_from_the_lost(tmp_path: Path):
     """Slot 1 stands still with samples in its hands: its round calls, and closes without it."""
     settings = {**TWO, "elastic.max": 3, "local_scheduler.gpus": 2, "local_sgd.last_call": "20s",
-                "health.stall_after": "10s"}  # fmt: skip
+                "health.stall_after": "10s"}
     with running(tmp_path, settings, samples=300, step_s=0.3) as run:
         run.workers(2)
         while not _stopped_in_a_round(run, slot=1):

@@ -39,14 +39,14 @@ GOOD = {
     "codec": "none", "steps": 10, "tokens": 640, "samples": [[0, 64, 96]], "loss": 2.5,
     "first_loss": 2.6, "fragments": [{"bytes": 400, "xxh3": "0" * 32}] * 2, "inner": "fresh",
     "seconds": 3.5, "stall_s": 0.1, "lr_sum": 0.01,
-}  # fmt: skip
+}
 JUNK = [
     None, True, -1, 0, 1, 2**31, 2**62, 2**63, 10**400, -0.0, 0.5, 1e308, math.inf, -math.inf,
     math.nan, "", "a", "7", "../../etc/passwd", "\0", "\ud800", "x" * 10_000, [], {}, [[]], [None],
     [[0, 1]], [[0, 0, 2**61]], [[0, 5, 2]], [[2**61, 0, 1]], [[0, 0, 1]] * 3, [[0.5, 0, 1]],
     [["0", "0", "1"]], [{"bytes": -1, "xxh3": ""}], [{"bytes": 2**62, "xxh3": "0" * 32}],
     [{"bytes": 400}], {"a": {"b": []}},
-]  # fmt: skip
+]
 
 
 def broken(draw: random.Random) -> bytes:
@@ -106,7 +106,7 @@ def intake() -> Intake:
     """Of a master in version 5 of a run. What would be checked is in its `checks`."""
     settings = SimpleNamespace(inner_steps=20, cold_start=0)
     facts = Facts("a", 5, "abc", "none", (400, 400), 2, {3: 2},
-                  most_steps=20, most_samples=160)  # fmt: skip
+                  most_steps=20, most_samples=160)
     round_ = OpenRound(commit_of(5), 0.0, True, Ledger(1000, 1), facts, settings, {})
     run = SimpleNamespace(event=lambda kind, **fields: None)
     server = SimpleNamespace(store=FakeStore(), run=run)
@@ -139,7 +139,7 @@ def test_all_broken_headers_are_refused_and_a_good_one_is_taken(intake: Intake):
 def test_the_header_that_is_broken_here_is_a_good_one():
     assert asdict(Header.from_json(GOOD)) == {
         **GOOD, "samples": ((0, 64, 96),), "fragments": tuple(GOOD["fragments"])
-    }  # fmt: skip
+    }
 
 
 def test_broken_asks_are_dropped_and_good_ones_are_answered(store):
@@ -161,7 +161,7 @@ def test_broken_asks_are_dropped_and_good_ones_are_answered(store):
 
 def test_a_slot_with_a_broken_record_is_nobodys(store, make_run):
     lease = {"job_id": "1", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,
-             "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}  # fmt: skip
+             "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}
     for slot in (1, 2):
         assert store.lease(slot, 1, lease, 60.0)
     store._redis.hset(store._key("slot", 1), "step", "many")
@@ -194,7 +194,7 @@ SAID = {
     "truncated": {"truncated"}, "longer": {"truncated"}, "missing": {"unreadable"},
     "altered": {"altered"}, "lying": {"altered"}, "another dtype": {"truncated", "non-finite", ""},
     "noise": {"non-finite", ""}, "special": {"non-finite", ""}, "good": {""},
-}  # fmt: skip
+}
 
 
 def spoilt(draw: random.Random, kind: str, good: bytes) -> tuple[bytes | None, Fragment]:

@@ -35,7 +35,7 @@ from elastic.run.rundir import RunDir
 LEASES, RECORDS = 76_000, 4_000  # of each of six kinds
 JUNK = [None, True, -1, 0, 1, 2**31, 2**53, 2**63, 10**400, 0.5, 1e308, math.inf, math.nan, "", "a",
         "7", "../../x", "--me", "a\0b", "\x1b[2J", "\ud800", "x" * 300, [], {}, [[]], [None],
-        [[0, 1]], [[0, 0, 2]], [{}], {"a": []}]  # fmt: skip
+        [[0, 1]], [[0, 0, 2]], [{}], {"a": []}]
 
 
 def broken(draw: random.Random, good: dict) -> dict:
@@ -69,7 +69,7 @@ def text_of(draw: random.Random, record: dict) -> bytes:
 LEASE = {"slot": 3, "attempt": 2, "job_id": "17", "node": "n1", "pid": 4711, "state": "training",
          "version": 5, "step": 9, "steps_total": 99, "tokens_per_s": 12.5, "loss": 2.5,
          "beat": 100.0, "moved": 99.5, "joined": 10.0, "trouble": "",
-         "step_s": 0.5}  # fmt: skip
+         "step_s": 0.5}
 
 
 def test_a_broken_lease_is_nobodys_or_is_names_and_numbers_within_bounds(tmp_path):
@@ -104,7 +104,7 @@ def test_a_lease_counts_while_it_is_the_newest_attempts_and_somebody_beats():
 
 WHO = {"role": "worker", "slot": 1, "attempt": 1, "job_id": "7", "node": "n1"}
 END = {**WHO, "time": 40.0, "kind": "end", "submitted": 1.0, "started": 2.0, "ended": 39.0,
-       "gpus": 1, "outcome": "failed", "reason": "because"}  # fmt: skip
+       "gpus": 1, "outcome": "failed", "reason": "because"}
 EVENTS = [
     {**WHO, "time": 3.0, "kind": "start"}, {**WHO, "time": 4.0, "kind": "join"},
     {**WHO, "time": 5.0, "kind": "notice", "signal": "SIGTERM"}, END,
@@ -115,24 +115,24 @@ EVENTS = [
     {"time": 9.0, "kind": "fail", "reason": "x"}, {"time": 9.0, "kind": "cancel", "job_id": "7"},
     {"time": 9.5, "kind": "chaos", "fault": "kill-worker", "what": "x"},
     {**WHO, "time": 10.0, "kind": "preempt", "reason": "x", "steps": 5},
-]  # fmt: skip
+]
 ENDING = {**WHO, "time": 39.0, "started": 2.0, "state": "ended", "outcome": "failed", "code": 1,
-          "reason": "x", "detail": "", "steps": 7}  # fmt: skip
+          "reason": "x", "detail": "", "steps": 7}
 DELTA = {"slot": 1, "attempt": 1, "job_id": "7", "base": 0, "codec": "none", "steps": 5,
          "tokens": 4, "loss": 2.0, "inner": "", "first_loss": 2.5, "samples": [[0, 0, 4]],
-         "norm": 1.0, "lr_sum": 0.1, "seconds": 2.0, "stall_s": 0.1, "delivered": 30.0}  # fmt: skip
+         "norm": 1.0, "lr_sum": 0.1, "seconds": 2.0, "stall_s": 0.1, "delivered": 30.0}
 FIRST = {"version": 0, "writer": "slot0.1", "master_epoch": 0, "time": 20.0, "tokens": 0,
          "samples": [], "deltas": [], "layout": "abc", "dataset_samples": 100,
-         "epochs": 1, "total_tokens": 100, "workers": 1, "files": []}  # fmt: skip
+         "epochs": 1, "total_tokens": 100, "workers": 1, "files": []}
 FILE = {"path": "versions/000001/manifest.json", "bytes": 10, "xxh3": "aa"}
 COMMIT = {**FIRST, "version": 1, "master_epoch": 1, "time": 31.0, "tokens": 4,
           "samples": [[0, 0, 4]], "deltas": [DELTA], "loss": 2.0, "step": 3,
           "rejected": {"stale": 1}, "outer_lr": 0.7, "outer_momentum": 0.5, "inner_steps": 5,
           "clipped": 0, "taken_back": 0, "bytes": 8,
-          "files": [FILE]}  # fmt: skip
+          "files": [FILE]}
 EXTRA = {"state": {}, "base_version": 0, "tokens": 4, "loss": 2.0, "samples": [[0, 0, 4]],
          "deltas": [DELTA], "skipped": [[0, 4, 8]], "dataset_samples": 100,
-         "epochs": 1}  # fmt: skip
+         "epochs": 1}
 CHECKPOINT = {"step": 3, "writer": "attempt1", "extra": EXTRA, "files": [FILE]}
 
 
@@ -210,7 +210,7 @@ KINDS: dict[str, tuple[str, list[dict], Callable]] = {
     "event": ("events.jsonl", EVENTS, of_use_as_event),
     "commit": ("commits/000001.json", [COMMIT], of_use_as_commit),
     "checkpoint": ("checkpoints/step-00000003.json", [CHECKPOINT], of_use_as_checkpoint),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,7 +261,7 @@ def test_the_word_for_a_damaged_record_names_file_field_and_value(make_run):
     ("files", [{**FILE, "bytes": "10"}], "bytes is '10'"), ("deltas", [DELTA, 5], "deltas is "),
     ("files", [{"path": "a"}], "no bytes in it"), ("deltas", [DELTA | {"norm": []}], "norm is "),
     ("writer", "../../x", "writer is '../../x'"), ("layout", None, "layout is 'None'"),
-])  # fmt: skip
+])
 def test_whatever_is_wrong_in_a_commit_is_said_with_its_path(make_run, field, value, said):
     run = make_run()
     path = run.commits.path(1)
@@ -277,4 +277,4 @@ def test_a_job_id_that_is_no_name_has_no_record(make_run, job_id):
 
 def test_fields_of_every_record_are_known_by_one_kind():
     assert {sound.KINDS[name] for name in ("time", "slot", "kind", "samples")} == {
-        sound.NUMBER, int, str, list}  # fmt: skip
+        sound.NUMBER, int, str, list}

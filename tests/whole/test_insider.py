@@ -31,7 +31,7 @@ SECONDS = float(os.environ.get("ELASTIC_INSIDER_S", "4"))
 SAMPLES = 4_000
 LOSS = 0.028  # begins at 3; six undisturbed runs of 4,000 or 12,000 samples ended at 0.007 to 0.009
 SETTINGS = {"elastic.max": 2, "elastic.min": 2, "local_sgd.inner_steps": 20,
-            "health.hang_timeout": "15s"}  # fmt: skip
+            "health.hang_timeout": "15s"}
 
 
 def loss(run: Running) -> float:
@@ -63,7 +63,7 @@ def test_a_run_ends_as_ever_after_the_worst_that_a_workers_password_can_do(tmp_p
         deltas = [delta for commit in run.commits() for delta in commit.deltas]
         events = (run.run.path / "events.jsonl").read_bytes()
     print(json.dumps({"disturbed": disturbed, "versions": during, "masters": masters,
-                      "events": len(events), **said}))  # fmt: skip
+                      "events": len(events), **said}))
     assert said["tried"].keys() == {attack.__name__ for attack in ATTACKS}
     assert said["refused"]["play_the_master"] == said["tried"]["play_the_master"]
     assert {delta.slot for delta in deltas} == {0, 1}
@@ -79,7 +79,7 @@ def attack(run: Running, seconds: float) -> dict:
     password = run.run.password("worker", endpoint)
     where = [endpoint.host, endpoint.port, password, run.run.key, endpoint.certificate, seconds]
     program = subprocess.Popen([sys.executable, ROOT / "tests/insider.py", *map(str, where)],
-                               stdout=subprocess.PIPE, text=True, cwd=Path("/"))  # fmt: skip
+                               stdout=subprocess.PIPE, text=True, cwd=Path("/"))
     run.until(lambda: program.poll() is not None, seconds + 30, "the end of the insider")
     return json.loads(program.communicate()[0])
 

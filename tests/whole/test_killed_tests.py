@@ -28,7 +28,7 @@ def test_the_run_of_a_test_ends_when_the_session_is_killed(tmp_path: Path):
         [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "conftest", "test_endless.py",
          "--basetemp", folder], cwd=tmp_path, stdout=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'lib'}:{TESTS}", "PYTEST_ADDOPTS": ""},
-    )  # fmt: skip
+    )
     try:
         trains = folder / "trains"
         wait_until(lambda: trains.exists() or session.poll() is not None, 60, "a run is there")

@@ -32,7 +32,7 @@ FOLDERS = {
     ".": 187,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),
-         ("sync", "local/master")]  # fmt: skip
+         ("sync", "local/master")]
 NOT_PURE = {"time", "os", "random", "logging", "torch", "redis", "socket", "subprocess", "pathlib"}
 ONE_HOME = {"redis": {"store"}, "rich": {"views"}}
 WITHOUT_TORCH = ("base", "run", "jobs", "commands")
@@ -112,14 +112,14 @@ def test_what_is_pure_touches_nothing_of_the_world(name: str):
 @pytest.mark.parametrize("package", ONE_HOME)
 def test_outside_packages_have_one_home(package: str):
     homes = {name for name, tree in modules().items()
-             if package in {each.split(".")[0] for each in imports(tree)}}  # fmt: skip
+             if package in {each.split(".")[0] for each in imports(tree)}}
     assert homes
     assert homes <= ONE_HOME[package]
 
 
 def test_signal_handlers_have_one_home():
     homes = {name for name, tree in modules().items() for call in calls(tree)
-             if ast.unparse(call.func).endswith(("signal.signal", "signal.sigaction"))}  # fmt: skip
+             if ast.unparse(call.func).endswith(("signal.signal", "signal.sigaction"))}
     assert homes == {"signals"}
 
 
@@ -130,7 +130,7 @@ def test_slurm_commands_have_one_home():
         name for name, tree in modules().items() for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         and commands.fullmatch(node.value)
-    }  # fmt: skip
+    }
     assert homes == {"sched_slurm", "sandbox"}
 
 
@@ -138,7 +138,7 @@ def test_the_environment_has_one_reader():
     readers = {
         name for name, tree in modules().items() for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
-    }  # fmt: skip
+    }
     assert readers == {"environment"}
 
 
@@ -165,7 +165,7 @@ def test_what_answers_fast_never_loads_torch():
     done = subprocess.run(
         [sys.executable, "-c", code, "elastic", *names],
         env={"PYTHONPATH": str(ROOT / "lib")}, capture_output=True, text=True,
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -207,7 +207,7 @@ def code_lines(path: Path) -> int:
     """Lines that hold code: neither blank nor comment nor docstring."""
     source, lines = path.read_text(), set()
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-               tokenize.ENDMARKER}  # fmt: skip
+               tokenize.ENDMARKER}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in skipped:
             lines |= set(range(token.start[0], token.end[0] + 1))

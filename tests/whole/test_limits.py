@@ -81,7 +81,7 @@ def with_quota(folder: Path, image: Path) -> Path:
     mount(folder, "-o", "loop", image)
     mine = folder / "mine"
     for words in (["quota", "enable", folder], ["subvolume", "create", mine],
-                  ["qgroup", "limit", "16M", mine]):  # fmt: skip
+                  ["qgroup", "limit", "16M", mine]):
         subprocess.run(["btrfs", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
     return mine
 
@@ -280,7 +280,7 @@ def test_a_limit_of_a_process_is_named_and_waited_out(tmp_path: Path):
 
 def test_a_synchronous_run_is_not_done_before_its_last_step_is_on_the_disk(tmp_path: Path):
     settings = {"run.mode": "sync", "elastic.max": 1, "train.batch_size": 2,
-                "sync.global_batch_size": 10, "checkpoint.interval": "10 steps"}  # fmt: skip
+                "sync.global_batch_size": 10, "checkpoint.interval": "10 steps"}
     with running(tmp_path, settings, samples=300, step_s=0.1) as run:
         run.until(lambda: steps(run.run), 60, "a checkpoint")
         saved = steps(run.run)
@@ -349,7 +349,7 @@ def test_logs_beyond_all_measure_are_copied_in_bounded_memory(tmp_path: Path, mo
     (tmp_path / "noise.py").write_text(NOISE)
     command = [sys.executable, str(tmp_path / "noise.py")]
     settings = {"run.mode": mode, "run.command": command, "elastic.max": 1,
-                "elastic.max_failures": 1, "sync.crash_retries": 0}  # fmt: skip
+                "elastic.max_failures": 1, "sync.crash_retries": 0}
     with running(tmp_path, settings) as run:
         run.until((tmp_path / "said").exists, 60, "all is said, so all has been read")
         copier = run.pids("agent" if mode == "local" else "elastic.sync.launch")[0]
@@ -362,7 +362,7 @@ def test_logs_beyond_all_measure_are_copied_in_bounded_memory(tmp_path: Path, mo
         assert "line 11999" in failed["detail"]
         assert len(failed["detail"]) < 10_000
         for command in (["status", run.run.path, "--json"], ["status", run.run.path],
-                        ["logs", run.run.path, "-n", "3"]):  # fmt: skip
+                        ["logs", run.run.path, "-n", "3"]):
             began = time.monotonic()
             done = elastic_here(*command)
             assert "last words" in done.stdout

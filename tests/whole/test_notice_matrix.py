@@ -145,7 +145,7 @@ class Site:
             self.box.run(
                 "scontrol", "create", f"PartitionName=g{grace_s}{mode}", f"Nodes=n[1-{nodes}]",
                 "PriorityTier=1", f"PreemptMode={mode}", f"GraceTime={grace_s}",
-            )  # fmt: skip
+            )
 
     def submit(self, number: int, axes: tuple) -> Cell:
         grace_s, user_signal, signal, program, mode = axes
@@ -153,7 +153,7 @@ class Site:
         settings = {
             **COMMON, **OF_PROGRAM[program], "slurm.partition": f"g{grace_s}{mode}",
             "slurm.signal": signal, "task.pace": str(self.pace),
-        }  # fmt: skip
+        }
         if program == "command":
             script = [sys.executable, str(TESTS / "counting.py")]
             settings["run.command"] = [*script, "{checkpoints}", str(self.pace), "{resume}"]
@@ -163,7 +163,7 @@ class Site:
         environment = {
             **self.cron, **self.box.environment(), "PATH": os.environ["PATH"],
             "ELASTIC_RUNS": str(run.path.parent), "ELASTIC_SITE": os.devnull,
-        }  # fmt: skip
+        }
         done = elastic("submit", path, "--max", 1, "--parsable", "--no-try", env=environment)
         assert done.returncode == 0, done.stderr
         return Cell(run.name, run, *axes[:1], user_signal, signal, program, mode)

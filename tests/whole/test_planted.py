@@ -123,11 +123,11 @@ def planted(top: Path) -> list[str]:
 def test_a_new_run_is_its_owners_alone(project):
     run = create(project)
     found = RunDir.create(project / "runs", configuration.load(project / "r.toml", ["run.name=s"]),
-                          Control("local", "running", 1, 1), {})  # fmt: skip
+                          Control("local", "running", 1, 1), {})
     assert stat.S_IMODE(found.path.stat().st_mode) == 0o700
     assert as_nobody(lambda: [os.access(each, os.X_OK) for each in (run.path, found.path)]) == [
         True, False,
-    ]  # fmt: skip
+    ]
 
 
 def test_a_server_keeps_its_folder_to_itself_below_a_default_acl(project):
@@ -152,7 +152,7 @@ def test_a_line_is_added_to_a_file_whose_mode_the_user_chose(tmp_path):
 def test_a_secret_is_never_open_to_others_not_even_empty(project, monkeypatch):
     seen, real = [], os.fchmod
     monkeypatch.setattr(os, "fchmod", lambda fd, mode: (
-        seen.append(stat.S_IMODE(os.fstat(fd).st_mode)), real(fd, mode)))  # fmt: skip
+        seen.append(stat.S_IMODE(os.fstat(fd).st_mode)), real(fd, mode)))
     before = os.umask(0)
     write_atomic(project / "secret", b"x", 0o600)
     os.umask(before)
@@ -195,7 +195,7 @@ ABOVE = [  # owner, group, mode of the folder above a run; what is wrong with it
     (0, NOBODY, 0o3775, ""), (0, NOBODY, 0o2775, "others may write"),
     (0, NOBODY, 0o770, "others may write"), (0, 0, 0o777, "others may write"),
     (NOBODY, NOBODY, 0o755, "another user's"), (NOBODY, NOBODY, 0o1777, "another user's"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("owner", "group", "mode", "wrong"), ABOVE)
@@ -218,7 +218,7 @@ def test_a_folder_above_is_fit_if_nobody_else_can_change_what_is_in_it(
         assert as_nobody(take_away) is False
         return
     submit = elastic("submit", project / "r.toml", "--name", "another",
-                     env=environment(project, ELASTIC_RUNS=str(above)))  # fmt: skip
+                     env=environment(project, ELASTIC_RUNS=str(above)))
     assert (submit.returncode, wrong in submit.stderr) == (1, True), submit.stderr
     with pytest.raises(ElasticError, match=wrong) as caught:
         RunDir(run.path).config()
@@ -251,7 +251,7 @@ def test_in_a_container_without_root_the_folders_above_may_be_roots(project):
         enter_container()
         assert Path("/").stat().st_uid not in (0, NOBODY)
         return [*before, outcome(mine, False), outcome(theirs, True), outcome(theirs, False),
-                outcome(wide, True)]  # fmt: skip
+                outcome(wide, True)]
 
     def outcome(folder: Path, is_above: bool) -> str:
         try:

@@ -19,7 +19,7 @@ from running import Running, running
 
 EXAMPLES = ROOT / "etc" / "examples"
 SYNC = {"run.mode": "sync", "elastic.max": 1, "local_scheduler.gpus": 2,
-        "local_scheduler.grace": "60s"}  # fmt: skip
+        "local_scheduler.grace": "60s"}
 PROGRAM = """
 import os, pathlib, sys, time
 folder, resume = pathlib.Path(sys.argv[1]), sys.argv[2:]
@@ -61,7 +61,7 @@ def example(name: str, *more: str) -> dict:
     path = EXAMPLES / name
     tables = tomllib.loads(path.read_text())
     found = {f"{section}.{key}": value for section, table in tables.items()
-             for key, value in table.items() if key != "name"}  # fmt: skip
+             for key, value in table.items() if key != "name"}
     found["run.command"] = ["env", "OMP_NUM_THREADS=1", *found["run.command"], *more]
     kind = SYNC if found.get("run.mode") == "sync" else {"local_scheduler.grace": "60s"}
     return {**kind, **found, "run.folder": str(path.parent)}
@@ -281,7 +281,7 @@ def test_a_program_at_work_is_running_and_has_no_ledger_and_without_cron_a_succe
     node = os.uname().nodename
     assert (seen["state"], seen["gpus"]) == ("running", 1)
     assert re.fullmatch(rf"running job {job.job_id} on {node}, 1 GPU, since \d+ s; its progress is "
-                        r"its own \(elastic-logs\)", seen["summary"])  # fmt: skip
+                        r"its own \(elastic-logs\)", seen["summary"])
     assert "Resources" not in seen["reason"]
     assert "it starts when one is" not in screen.output
     assert done.exit_code == 2
@@ -343,10 +343,10 @@ def test_lightnings_own_requeue_is_refused_and_the_run_goes_on(tmp_path: Path):
     (tmp_path / "scontrol").chmod(0o755)
     slurm = ["SLURM_JOB_ID=7", "SLURM_JOB_NAME=x", "SLURM_NTASKS=1", "SLURM_PROCID=0",
              "SLURM_LOCALID=0", "SLURM_NODEID=0",
-             f"PATH={tmp_path}:{os.environ['PATH']}"]  # fmt: skip
+             f"PATH={tmp_path}:{os.environ['PATH']}"]
     settings = slowly(tmp_path, example("lightning/run.toml", "--max_steps", "400"))
     settings |= {"run.command": ["env", *slurm, *settings["run.command"][1:]],
-                 "sync.notice_signal": "USR1", "local_scheduler.grace": "3s"}  # fmt: skip
+                 "sync.notice_signal": "USR1", "local_scheduler.grace": "3s"}
     with running(tmp_path, settings) as run:
         run.until(lambda: saved(run, "*.ckpt"), 90, "a checkpoint")
         run.scheduler.preempt(run.jobs()["trainer", 0].job_id)  # it trains on until the kill

@@ -56,7 +56,7 @@ def over_schedules(count: int, length: int, play: Callable) -> None:
     played = []
 
     @settings(max_examples=count, deadline=None, derandomize=True, database=None,
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+              suppress_health_check=list(HealthCheck))
     @given(st.binary(min_size=length, max_size=length))
     def each(schedule):
         try:
@@ -85,7 +85,7 @@ def test_passes_make_no_job_beside_another_and_all_that_are_wanted():
 
 
 SETTINGS = SimpleNamespace(inner_steps=8, cold_start=0, min_deadline_s=1.0, deadline_k=4.0,
-                           max_staleness=0, compression="none")  # fmt: skip
+                           max_staleness=0, compression="none")
 FACTS = Facts("run-a", 5, "abc", "none", (4,), 2, {1: 1})
 
 
@@ -120,7 +120,7 @@ def test_a_delta_that_waited_for_its_master_tells_the_pace_of_its_worker(is_own,
     """Not how soon after the master it came, or rounds would be due at once from then on. Of a
     round that this master has opened itself it counts what came before the worker's start, too."""
     header = SimpleNamespace(key=(3, 1, 5), slot=3, attempt=1, base=5, steps=8, tokens=8,
-                             seconds=40.0, stall_s=3.0)  # fmt: skip
+                             seconds=40.0, stall_s=3.0)
     round_ = replace(round_5(), is_own=is_own, paces_s={3: 0.1})
     round_.accept(Checked(header), {False: 1.0, True: 42.0}[is_own])
     assert round_.paces_s == {3: pace_s}
@@ -163,7 +163,7 @@ def master(server) -> Master:
     found.intake = Intake(server, found.averager, round_5())
     found.config = SimpleNamespace(local_sgd=SETTINGS, step_samples=4,
                                    train=SimpleNamespace(max_tokens=0),
-                                   checkpoint=SimpleNamespace(min_free_bytes=1))  # fmt: skip
+                                   checkpoint=SimpleNamespace(min_free_bytes=1))
     return found
 
 
@@ -171,14 +171,14 @@ def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master
     master.samples.ledger.hold((3, 1), [(0, 20, 30)])
     deltas = (delta_of(1, base=5, steps=2),)
     commit = commit_of(6, dataset_samples=100, epochs=1, tokens=2, samples=((0, 20, 22),),
-                       deltas=deltas)  # fmt: skip
+                       deltas=deltas)
     dropped = []
     master.run = master.server.run = SimpleNamespace(
         path=Path("/nowhere"), key="run-a",
         commits=SimpleNamespace(newest=lambda: commit, all=lambda first, last: [commit],
                                 of=lambda version: commit),
         masters=SimpleNamespace(newest=lambda: 1), offers=SimpleNamespace(left=lambda base: []),
-    )  # fmt: skip
+    )
     master.server.store = SimpleNamespace(
         drop_offers=lambda base, names: dropped.append((base, names))
     )
@@ -200,7 +200,7 @@ def test_who_finds_a_newer_masters_commit_makes_none_on_top_of_it(master):
 
 
 @pytest.mark.parametrize(("held", "free", "answered"), [((), 100, False), ((), 0, True),
-                                                        (((0, 90, 94),), 0, False)])  # fmt: skip
+                                                        (((0, 90, 94),), 0, False)])
 def test_who_goes_on_after_it_had_nothing_to_give_has_not_answered(master, held, free, answered):
     """Else the round closes without it, though nobody said that it was late."""
     dropped, round_ = [], master.intake.round
@@ -225,7 +225,7 @@ def test_who_goes_on_after_it_had_nothing_to_give_has_not_answered(master, held,
         (5.0, {"state": "started"}, None, True), (5.0, {"state": "ended"}, None, False),
         (5.0, {}, 103.0, True), (5.0, {}, 50.0, False), (3.0, {}, None, False),
     ],
-)  # fmt: skip
+)
 def test_leases_that_lapse_in_a_silence_say_nothing(server, heard_s_ago, record, claimed, settles):
     """But for those of workers that have said that they left."""
     health = SimpleNamespace(lease_s=6.0, heartbeat_s=2.0)
@@ -246,12 +246,12 @@ def test_the_endpoint_is_written_again_when_an_older_master_wrote_its_own_last(m
     master.controlled_at, master.publish_state = 0.0, lambda wake="": None
     master.server.store.now = lambda: 1000.0
     master.journal = SimpleNamespace(look_for_space=lambda: None,
-                                     written=lambda write, what: write(what))  # fmt: skip
+                                     written=lambda write, what: write(what))
     master.run = SimpleNamespace(
         masters=SimpleNamespace(newest=lambda: 2), endpoint=lambda: Endpoint("n1", 6379, 1),
         commits=SimpleNamespace(newest_version=lambda: 5), set_endpoint=written.append,
         closing=lambda mode: "",
-    )  # fmt: skip
+    )
     master.observe_control()
     assert written == [mine]
 
@@ -273,7 +273,7 @@ def answers_of(store: BothSides, clock: Callable[[float], None]) -> list:
     """What a store answers to a thousand calls, drawn from a seed."""
     draw, answers = random.Random(5), []
     lease = {"job_id": "1", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,
-             "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}  # fmt: skip
+             "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}
     calls = {
         "lease": lambda who: store.lease(*who, lease | {"step": draw.randrange(3)}, 60.0),
         "release": lambda who: store.release(*who),
@@ -292,7 +292,7 @@ def answers_of(store: BothSides, clock: Callable[[float], None]) -> list:
         "granted": lambda who: store.granted(Ask(*who, draw.randrange(3), 2, ()), 0.001),
         "set_master": lambda who: store.set_master(who[1], {"version": who[0]}),
         "master": lambda who: {k: v for k, v in store.master().items() if k != "beat"},
-    }  # fmt: skip
+    }
     for _ in range(1000):
         name, who = draw.choice(list(calls)), (draw.randrange(2), draw.randint(1, 3))
         try:
@@ -473,7 +473,7 @@ JOBS = {
             lambda self: ("", 0) if self.cancelled_at is not None else (self.role, self.slot)
         )
     },
-}  # fmt: skip
+}
 
 
 # Where few schedules notice: the number of one that did. The search begins there.
@@ -485,7 +485,7 @@ RARE = {
     "master: takes silence for a loss": 90, "a dying pass leaves no note": 635,
     "a cancelled job is taken for gone": 424, "a listing knows the youngest jobs": 70,
     "a broken hold is waited for": 69, "a suspended job is gone": 66,
-}  # fmt: skip
+}
 
 
 def noticed(name: str, broken: dict, play: Callable, length: int, monkeypatch) -> None:

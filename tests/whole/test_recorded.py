@@ -22,7 +22,7 @@ COMMANDS = (
     ("status", "tiny"), ("status", "tiny", "--json"), ("status",), ("audit", "tiny", "--files"),
     ("audit", "tiny", "--json"), ("logs", "tiny"), ("report", "tiny"), ("evaluate", "tiny"),
     ("metrics", "--prometheus", "runs.prom"), ("reconcile", "tiny", "--dry-run"),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(params=["local", "sync"])

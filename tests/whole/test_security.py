@@ -46,7 +46,7 @@ from stores import BothSides, who_says_it_all
 RUN = 'run.scheduler = "local"\ntrain.epochs = 1\n'
 TOKEN = "a-token-of-the-users-5f1c"
 LEASE = {"job_id": "1", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,
-         "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}  # fmt: skip
+         "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}
 root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
 
 
@@ -79,7 +79,7 @@ def run(open_folder: Path) -> Iterator[Running]:
     settings = {"elastic.max": 1, "redis.tls": True}
     patch = pytest.MonkeyPatch()
     patch.setattr("running.environment", lambda home, **extra: environment(
-        home, MY_TOKEN=TOKEN, **extra))  # fmt: skip
+        home, MY_TOKEN=TOKEN, **extra))
     try:
         with running(open_folder, settings, samples=1 << 20, step_s=0.2) as found:
             found.workers(1)
@@ -136,11 +136,11 @@ def test_every_port_of_the_run_is_bound_to_one_address_and_refuses_who_has_no_pa
     said = ["PING", f"HGETALL {prefix}:master", f"HSET {prefix}:master version 9",
             f"PUBLISH {prefix}:ctl stop",
             "FLUSHALL", "AUTH default x", "AUTH master x", "HELLO 3",
-            "SHUTDOWN NOSAVE"]  # fmt: skip
+            "SHUTDOWN NOSAVE"]
 
     def scan() -> list:
         found = [(where, line, answers(where, f"{line}\r\n".encode(), tls).decode())
-                 for where in ports for line in said for tls in (False, True)]  # fmt: skip
+                 for where in ports for line in said for tls in (False, True)]
         return [each for each in found if each[2][:1] not in ("", "-")]
 
     assert as_nobody(scan) == []
@@ -224,24 +224,24 @@ DANGEROUS = [
     "SELECT 1", "FUNCTION FLUSH", "SLAVEOF no one", "MIGRATE h 1 k 0 1", "LATENCY RESET",
     "EVAL return(1) 0", "SET elastic:another:master x", "GETRANGE elastic:another:master 0 1",
     "PUBLISH elastic:another:ctl stop",
-]  # fmt: skip
+]
 OF_THE_MASTER = [
     "PUBLISH {ctl} version~9", "HSET {master} version 9", "DEL {master}", "RENAME {slot} {master}",
     "UNLINK {master}", "PEXPIRE {master} 1", "SET {master} x", "HDEL {master} version",
     "RPUSH {grant} x", "XADD {events} * a b", "COPY {slot} {master}", "SUBSCRIBE {another}",
     "SCRIPT LOAD return~1",
-]  # fmt: skip
+]
 A_READER_WRITES = [
     "HSET {slot} step 9", "DEL {slot}", "HSET {offers} 3:1 x",
     "PUBLISH {wake} offer~3", "PUBLISH {ctl} stop", "BLPOP {grant} 1", "EVALSHA x 0",
     "MULTI",
-]  # fmt: skip
+]
 
 
 def refused(store: Store, line: str) -> bool:
     names = {"slot": "slot:3", "offers": "offers:5", "grant": "grant:3:1"}
     keys = {name: store._key(names.get(name, name))
-            for name in ("master", "ctl", "wake", "events", "another", *names)}  # fmt: skip
+            for name in ("master", "ctl", "wake", "events", "another", *names)}
     words = [word.replace("~", " ") for word in line.format_map(keys).split()]
     try:
         store._redis.execute_command(*words)
@@ -256,7 +256,7 @@ def refused(store: Store, line: str) -> bool:
     ("role", "lines"),
     [("worker", [*DANGEROUS, *OF_THE_MASTER]), ("master", DANGEROUS),
      ("reader", [*DANGEROUS, *OF_THE_MASTER, *A_READER_WRITES])],
-)  # fmt: skip
+)
 def test_a_role_is_refused_what_is_not_its_own(server, role, lines):
     _, connect = server
     master, store = connect("master"), connect(role)
@@ -271,7 +271,7 @@ def test_a_worker_cannot_publish_a_version(server):
     master, worker, reader = connect("master"), connect("worker"), connect("reader")
     reader.hear("ctl", 0.05)
     for attempt in (lambda: worker.set_master(9, {"version": 9}, "version 9"),
-                    lambda: worker.announce("version 9"), worker.master):  # fmt: skip
+                    lambda: worker.announce("version 9"), worker.master):
         with pytest.raises(ElasticError, match="refuses") as caught:
             attempt()
         assert not isinstance(caught.value, TryAgain)
@@ -344,7 +344,7 @@ def test_no_secret_is_in_a_command_line_and_no_environment_can_be_read(run):
 
     def readable() -> list[int]:
         return [pid for pid in pids if Path(f"/proc/{pid}").exists()
-                and works(Path(f"/proc/{pid}/environ").read_bytes)]  # fmt: skip
+                and works(Path(f"/proc/{pid}/environ").read_bytes)]
 
     assert as_nobody(readable) == []
 
@@ -364,17 +364,17 @@ def test_no_password_of_redis_is_in_an_environment(run):
 def test_a_password_in_redis_url_is_printed_by_nothing(home):
     file = home / "site.toml"
     file.write_text('[run]\nscheduler = "local"\n[train]\nepochs = 1\n[redis]\n'
-                    'url = "redis://me:hunter2@site:6379/0?password=hunter2"\n')  # fmt: skip
+                    'url = "redis://me:hunter2@site:6379/0?password=hunter2"\n')
     for command, code in ((["config", file], 0), (["config", file, "--json"], 0),
                           (["config", file, "--set", "redis.url=3", "--set", "redis.prt=1"], 2),
-                          (["config", file, "--set", "redis.tls=true"], 2)):  # fmt: skip
+                          (["config", file, "--set", "redis.tls=true"], 2)):
         done = elastic_here(*command)
         assert done.exit_code == code, done.stderr
         assert "hunter2" not in done.output
     done = elastic("submit", file, "--dry-run", env=environment(home))  # with the task's process
     assert (done.returncode, "hunter2" in done.stdout + done.stderr) == (0, False), done
     run = RunDir.create(home / "runs", configuration.load(file), Control("local", "running", 1, 1),
-                        {})  # fmt: skip
+                        {})
     assert "hunter2" in run.config().redis.url  # and it is not lost
     assert stat.S_IMODE((run.path / "run.toml").stat().st_mode) == 0o600
     store = Store.connect(Endpoint("", 0, 1, run.config().redis.url), "", "a", 0.1)
@@ -388,7 +388,7 @@ def test_a_password_in_redis_url_is_printed_by_nothing(home):
     "me:hunter2@site:6379", "unix://me:hunter2@/tmp/socket", "http://me:hunter2@site",
     "redis://me:hunter2@site?foo=bar", "redis://site?pass%77ord=hunter2", "redis://site\\n:hunter2",
     "redis://me:hunter2@site?socket_timeout=1000", "redis://me:hunter2@site?ssl_ca_certs=/a",
-])  # fmt: skip
+])
 def test_a_redis_url_that_redis_would_take_for_another_is_refused_unquoted(home, url):
     file = home / "site.toml"
     file.write_text(f'{RUN}redis.url = "{url}"\n')
@@ -415,7 +415,7 @@ def test_no_error_quotes_a_password_of_a_redis_url_at_another_place(home):
     file = home / "site.toml"
     for line in ('redis = "redis://:hunter2@site"', 'redis.url = ["redis://:hunter2@site"]',
                  'redis.url = {password = "hunter2"}', 'redis.urll = "redis://:hunter2@site"',
-                 'url = "redis://:hunter2@site"'):  # fmt: skip
+                 'url = "redis://:hunter2@site"'):
         file.write_text(f"{line}\n{RUN}")
         with pytest.raises(UsageError) as caught:
             configuration.load(file)
@@ -429,7 +429,7 @@ def test_no_error_quotes_a_password_of_a_redis_url_at_another_place(home):
     ("redis://site/0?password=hun@ter2", "redis://site/0", "hun@ter2"),
     ("rediss://me:hunter2@site/1?ssl_ca_certs=/ca&ssl_cert_reqs=none", "rediss://site/1",
      "hunter2"),
-])  # fmt: skip
+])
 def test_of_a_redis_url_only_the_server_is_shown(home, url, shown, password):
     (home / "site.toml").write_text(f'{RUN}redis.url = "{url}"\n')
     config = configuration.load(home / "site.toml")
@@ -466,7 +466,7 @@ def test_nobody_can_put_or_move_anything_into_a_folder_of_the_run(run):
                 lambda: (folder / "planted").touch(), lambda: (folder / "planted").mkdir(),  # noqa: B023
                 lambda: (folder / "planted").symlink_to("/etc/passwd"),  # noqa: B023
                 lambda: os.rename(folder, f"{folder}-away"),  # noqa: B023
-            ) if works(act)]  # fmt: skip
+            ) if works(act)]
         return found + [name for name in files if works(lambda: Path(name).open("r+b").close())]  # noqa: B023
 
     for group in (NOBODY, 0):
@@ -486,9 +486,9 @@ def test_no_job_begins_in_a_run_directory_that_others_may_write_to(make_run, hom
     run = make_run()
     run.path.chmod(0o775)
     for words in (["agent", run.path, "0"], ["master", run.path], ["launch", run.path],
-                  ["reconcile", run.path]):  # fmt: skip
+                  ["reconcile", run.path]):
         done = subprocess.run([ROOT / "bin" / "elastic", *words], env=environment(home),
-                              capture_output=True, text=True)  # fmt: skip
+                              capture_output=True, text=True)
         assert done.returncode not in (0, 75)
         assert "others may write to" in done.stdout + done.stderr
 
@@ -560,7 +560,7 @@ def test_a_run_folder_that_another_user_has_planted_gets_no_words(open_folder):
     for folder in (planted, planted / "logs", planted / "logs/ranks"):
         os.chown(folder, NOBODY, NOBODY)
     given = os.environ | {"ELASTIC_RUN_DIR": str(planted), "ELASTIC_HOME": str(ROOT),
-                          "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # fmt: skip
+                          "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     rank = [ROOT / "sbatch/rank.sh", "echo", "words"]
     done = subprocess.run(rank, env=given, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "words\n")
@@ -641,7 +641,7 @@ def test_what_sbatch_gets_is_words_and_no_shell_reads_them(make_config, tmp_path
     script = str(elastic_home() / "sbatch" / "worker.sbatch")
     arguments = words[words.index(script) :]
     done = subprocess.run(["bash", *arguments], env={**env, "SLURM_JOB_ID": "17"}, cwd=place,
-                          capture_output=True, text=True)  # fmt: skip
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     handed = (tmp_path / "srun.said").read_text().split("\0")[:-1]
     assert handed[-2:] == [str(place), "3"]
@@ -649,14 +649,14 @@ def test_what_sbatch_gets_is_words_and_no_shell_reads_them(make_config, tmp_path
 
 
 POINTER = {"slot": 1, "attempt": 1, "version": 5,
-           "files": [{"name": "x.safetensors", "bytes": 3, "xxh3": "0"}]}  # fmt: skip
+           "files": [{"name": "x.safetensors", "bytes": 3, "xxh3": "0"}]}
 NO_POINTERS = [
     {}, POINTER | {"slot": "../.."}, POINTER | {"slot": True},
     POINTER | {"version": "9"}, POINTER | {"files": {}}, POINTER | {"files": ["x"]},
     POINTER | {"files": [{"name": 3, "bytes": 3, "xxh3": ""}]}, POINTER | {"files": [{}]},
     *(POINTER | {"files": [{"name": name, "bytes": 3, "xxh3": ""}]}
       for name in ("../../secret", "/etc/passwd", "\0", "x" * 300)),
-]  # fmt: skip
+]
 
 
 def test_a_pointer_that_is_none_is_passed_by(make_run):

@@ -35,7 +35,7 @@ def test_a_run_without_what_the_site_wants_is_refused_in_its_words(cluster):
 
 def test_the_doctor_tells_what_is_unusual_there(cluster, tmp_path):
     env = {"PATH": os.environ["PATH"], "HOME": str(cluster.home), "ELASTIC_SITE": os.devnull,
-           "ELASTIC_RUNS": str(tmp_path), **cluster.box.environment()}  # fmt: skip
+           "ELASTIC_RUNS": str(tmp_path), **cluster.box.environment()}
     asked = [f"--set={key}={value}" for key, value in ASKED.items() if "slurm." in key]
     asked += ["--set=slurm.partition=preempt", "--set=slurm.master_partition=cpu"]
     answer = elastic("doctor", "--json", *asked, env=env)

@@ -14,7 +14,7 @@ LOCAL = {
     "slurm.master_partition": "cpu",
     "local_sgd.inner_steps": 4, "elastic.reconcile_interval": "5s", "health.heartbeat": "0.5s",
     "health.lease": "5s", "local_sgd.min_deadline": "20s", "local_sgd.last_call": "5s",
-}  # fmt: skip
+}
 
 
 def newest(cluster) -> int:

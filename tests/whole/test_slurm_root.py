@@ -52,4 +52,4 @@ def test_the_table_says_what_came_out_on_each(tmp_path, monkeypatch):
         "| tests | 24.11 | 26.05 |", "| --- | --- | --- |",
         "| test_doctor | 1 passed |  |", "| test_sandbox | 1 failed, 1 passed |  |",
         "", "- 24.11: `b` failed",
-    ]  # fmt: skip
+    ]

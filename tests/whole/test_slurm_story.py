@@ -160,7 +160,7 @@ class Story:
             **self.cron_environment, **self.box.environment(), "PATH": os.environ["PATH"],
             "ELASTIC_RUNS": str(self.run.path.parent), "ELASTIC_SITE": os.devnull,
             "ELASTIC_PYTHON": sys.executable,
-        }  # fmt: skip
+        }
         limits = ("--min", least, "--max", most, "--parsable", "--no-try")
         done = elastic("submit", self.home / "story.toml", *limits, env=environment)
         assert (done.returncode, done.stdout) == (0, "story\n"), done.stderr
@@ -416,11 +416,11 @@ def test_an_ordinary_user_trains_with_what_root_installed(users_folder):
     environment = {
         "PATH": "/usr/bin:/bin", "HOME": str(home), "ELASTIC_PYTHON": sys.executable,
         "ELASTIC_SITE": os.devnull,
-    }  # fmt: skip
+    }
     done = subprocess.run(
         [*become, "timeout", "300", "bash", "-c", script],
         env=environment, cwd=home, capture_output=True, text=True,
-    )  # fmt: skip
+    )
     run = RunDir(home / "runs" / "tiny")
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{told(run)}"
     assert (run.path / "DONE").stat().st_uid == user.pw_uid

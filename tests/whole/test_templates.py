@@ -34,7 +34,7 @@ class Folder:
         return subprocess.run(
             [str(each) for each in argv], cwd=self.path, env=self.env | extra, text=True,
             stdin=subprocess.DEVNULL, capture_output=True, timeout=240,
-        )  # fmt: skip
+        )
 
     def submit(self, template: str, *options: str, command=PRINT, **extra: str) -> str:
         script = ROOT / "sbatch" / f"{template}.sbatch"
@@ -78,7 +78,7 @@ def test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled(tmp_path
     slurm = new_sandbox(nodes=2, grace_s=120)  # who leaves does so in time
     folder = Folder(tmp_path, slurm)
     shell = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "gone",
-             "GLOO_SOCKET_IFNAME": "gone"}  # a rank's, as interactive.sh gives one  # fmt: skip
+             "GLOO_SOCKET_IFNAME": "gone"}  # a rank's, as interactive.sh gives one
     options, stay = ("--nodes=2", "--gres=gpu:2"), [*PRINT, "stay"]
     job = folder.submit("multi-node", *options, command=stay, **shell)
     wait_until(lambda: "total=4" in folder.log(job), 60, "the ranks have met")
@@ -116,7 +116,7 @@ def test_who_has_nothing_to_save_may_leave_before_who_saves(tmp_path, new_sandbo
     slurm = new_sandbox(nodes=2, grace_s=60, settings=("WaitTime=2",))  # KillWait, too
     folder = Folder(tmp_path, slurm)
     save = ("trap '((RANK)) || sleep 6; echo rank $RANK has left >&2; exit' TERM; echo here >&2;"
-            " while :; do sleep 0.1; done")  # fmt: skip
+            " while :; do sleep 0.1; done")
     job = folder.submit("multi-node", command=["bash", "-c", save])
     wait_until(lambda: folder.log(job).count("here") == 2, 60, "the ranks are there")
     slurm.preempt(2, 3600)
@@ -157,7 +157,7 @@ def test_a_program_saves_though_its_launcher_dies_of_the_notice(tmp_path, new_sa
 def test_a_rank_that_crashes_ends_the_others_and_the_job(folder):
     """They leave as on a notice, which is none: the job goes back to no queue."""
     crash = ("((RANK)) || { until [ -e there ]; do sleep 0.1; done; exit 3; }; "
-             "trap 'exit 0' TERM; touch there; while :; do sleep 0.1; done")  # fmt: skip
+             "trap 'exit 0' TERM; touch there; while :; do sleep 0.1; done")
     job = folder.submit("multi-node", command=["bash", "-c", crash])
     assert folder.until_ended(job) == "FAILED"
     # On a busy machine Slurm kills the other rank before it has left.
@@ -196,7 +196,7 @@ def test_a_task_of_an_array_obeys_a_notice_alone(folder, slurm):
     logs = "runs/*/logs/ranks/rank-000.log"
     try:
         wait_until(lambda: sum("here\n" in log.read_text() for log in folder.path.glob(logs)) == 3,
-                   60, "all tasks are there")  # fmt: skip
+                   60, "all tasks are there")
         assert folder.of_job(last, "JobId") == array
         slurm.run("scancel", "--batch", "--signal=USR1", last)
         wait_until(lambda: folder.of_job(last, "Restarts") == "1", 60, "it is in the queue again")
@@ -220,7 +220,7 @@ exec {scontrol} "$@"
     (programs / "scontrol").chmod(0o755)
     train = "trap 'exit 0' TERM; echo here >&2; while :; do sleep 0.1; done"
     job = folder.submit("single-node", "--hold", command=["bash", "-c", train],
-                        PATH=f"{programs}:{folder.env['PATH']}")  # fmt: skip
+                        PATH=f"{programs}:{folder.env['PATH']}")
     try:
         run = folder.path / "runs" / f"single-node-{job}"
         run.mkdir(parents=True)
@@ -248,7 +248,7 @@ exec {scancel} "$@"
     job = folder.submit(
         "single-node", "--gres=gpu:1", command=[*PRINT, "stay"], ELASTIC_REQUEUE="0",
         PATH=f"{programs}:{folder.env['PATH']}",
-    )  # fmt: skip
+    )
     try:
         wait_until(lambda: "total=1" in folder.log(job), 60, "the rank is there")
         slurm.run("scancel", "--batch", "--signal=USR1", job)
@@ -328,7 +328,7 @@ def test_the_name_of_another_users_job_says_nothing(folder, slurm):
     """It was read for fields of the job; this one ran a command as who attached to it."""
     proof = folder.path / "PWNED"
     name = (f"x UserId=root({os.getuid()}) JobState=RUNNING"
-            f" NumNodes=BASH_VERSINFO[$(touch {proof})] NumCPUs=1 NodeList=n1")  # fmt: skip
+            f" NumNodes=BASH_VERSINFO[$(touch {proof})] NumCPUs=1 NodeList=n1")
     hostile = (f"--uid={USER}", "--hold", "--chdir=/", "--job-name", name, "--wrap=true")
     job = slurm.run("sbatch", "--parsable", *hostile).strip()
     try:

@@ -69,7 +69,7 @@ def a_slot(state: str, moved: float) -> Slot:
     ("step_s", "still_s", "expected"),
     [(0.0, 59.0, "training"), (0.0, 61.0, "stalled"), (1.0, 61.0, "stalled"),
      (90.0, 269.0, "training"), (90.0, 271.0, "stalled")],
-)  # fmt: skip
+)
 def test_a_worker_whose_steps_are_long_is_not_stalled_in_one(step_s, still_s, expected):
     """With steps of 90 s rounds closed without it, and status called it stalled."""
     slot = replace(a_slot("training", 100.0), step_s=step_s)
@@ -79,7 +79,7 @@ def test_a_worker_whose_steps_are_long_is_not_stalled_in_one(step_s, still_s, ex
 def test_a_worker_says_how_long_its_steps_take_also_after_steps_ahead(tmp_path):
     """Then it said far too little. A step is of four samples."""
     settings = {"elastic.max": 1, "local_sgd.inner_steps": 8, "local_sgd.overlap": "rebase",
-                "local_sgd.min_deadline": "30s"}  # fmt: skip
+                "local_sgd.min_deadline": "30s"}
     with running(tmp_path, settings, samples=10**6, step_s=0.2) as run:
         said = set()
 
@@ -187,7 +187,7 @@ def test_a_notice_that_is_too_short_is_reported_before_and_after_it_came(tmp_pat
 def test_a_worker_without_a_master_leaves_its_gpus(tmp_path):
     """It held them without bound while the next one waited in a long queue."""
     settings = {"elastic.max": 1, "health.master_wait": "3s", "local_sgd.inner_steps": 10,
-                "local_scheduler.grace": "6s"}  # fmt: skip
+                "local_scheduler.grace": "6s"}
     with running(tmp_path, settings, samples=1200) as run:
         run.workers(1)
         run.versions(2)
@@ -228,7 +228,7 @@ def test_a_notice_while_the_master_is_silent_costs_no_step(tmp_path):
         base = run.version
         run.versions(1)
         merged = [delta.attempt for number in range(base, run.version + 1)
-                  for delta in run.run.commits.of(number).deltas]  # fmt: skip
+                  for delta in run.run.commits.of(number).deltas]
         assert record["attempt"] in merged
         run.audit()
 
@@ -248,7 +248,7 @@ def test_a_loop_that_has_ended_may_go_on_without_a_master(tmp_path):
     """Its evaluation was ended as if it waited, and recorded as a preemption."""
     program = [sys.executable, "-c", EVALUATES, str(ROOT / "tests")]
     settings = {"run.command": [*program, str(tmp_path / "pace"), "400"], "elastic.max": 1,
-                "health.master_wait": "3s"}  # fmt: skip
+                "health.master_wait": "3s"}
     with running(tmp_path, settings, samples=400) as run:
         run.workers(1)
         run.versions(2)
@@ -283,7 +283,7 @@ def test_workers_wait_in_the_queue_for_a_master_that_is_there(tmp_path, make_con
 
         def jobs(self, within_s: float = 0.0) -> list[Job]:
             return [Job(str(n), spec.role, spec.slot, "PENDING", run=spec.run)
-                    for n, spec in enumerate(asked, 1)]  # fmt: skip
+                    for n, spec in enumerate(asked, 1)]
 
         def submit(self, spec: JobSpec) -> str:
             asked.append(spec)
@@ -298,7 +298,7 @@ def test_workers_wait_in_the_queue_for_a_master_that_is_there(tmp_path, make_con
     (300.0, 300.0),  # slurm.signal has warned of the time limit
     (86_400.0, 30.0),  # a pass has told the job to leave: Slurm would end it tomorrow
     (None, 30.0),  # Slurm does not say
-])  # fmt: skip
+])
 def test_slurm_is_asked_once_half_way_to_the_end_of_a_notice(kill_after_s, window_s):
     notice, asked = Notice(), []
     assert not notice.has_run_out()

@@ -28,5 +28,5 @@ if __name__ == "__main__":
     arguments = TrainingArguments(
         "unused", max_steps=10**9, lr_scheduler_type="constant", learning_rate=3e-3,
         save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=50,
-    )  # fmt: skip
+    )
     ElasticTrainer(new_model(), arguments, train_dataset=Tokens()).train()

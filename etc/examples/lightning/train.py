@@ -61,6 +61,6 @@ trainer = pl.Trainer(
     accelerator="auto", devices=options.devices, num_nodes=options.nodes,
     max_steps=options.max_steps, callbacks=[save, SaveOnNotice(options.checkpoints)],
     logger=False, enable_progress_bar=False, default_root_dir=options.checkpoints,
-)  # fmt: skip
+)
 batches = DataLoader(TensorDataset(x, torch.sin(x).sum(1)), batch_size=16, shuffle=True)
 trainer.fit(Waves(), batches, ckpt_path=options.resume)

@@ -26,7 +26,7 @@ BEFORE = {"train": {"optimizer": "adamw"}}  # of a file written before there was
 # ---- what is resolved ------------------------------------------------------------------
 
 _SECTION_TYPES = {name: make_dataclass(name, [key.field for key in rows], frozen=True)
-                  for name, rows in KEYS.items()}  # fmt: skip
+                  for name, rows in KEYS.items()}
 _Sections = make_dataclass("_Sections", KEYS, frozen=True)
 
 
@@ -86,7 +86,7 @@ class Config(_Sections):
 
 
 def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None,
-         left_open: Set[str] = frozenset()) -> Config:  # fmt: skip
+         left_open: Set[str] = frozenset()) -> Config:
     """The configuration of a run's file, over the site file, under "section.key=value"
     overrides.
 
@@ -94,7 +94,7 @@ def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None,
     `left_open` need not be set.
     """
     layers = [_shell_layer(), _read(site or site_file()), _read(Path(path)),
-              _override_layer(overrides)]  # fmt: skip
+              _override_layer(overrides)]
     return _resolve(layers, Path(path), left_open)
 
 
@@ -146,7 +146,7 @@ def _read(path: Path) -> _Layer:
 def _shell_layer() -> _Layer:
     """What the user's shell tells sbatch: the jobs of a pass would not have it."""
     variables = {"partition": "SBATCH_PARTITION", "account": "SBATCH_ACCOUNT",
-                 "qos": "SBATCH_QOS", "time": "SBATCH_TIMELIMIT"}  # fmt: skip
+                 "qos": "SBATCH_QOS", "time": "SBATCH_TIMELIMIT"}
     given = {name: value for name, variable in variables.items() if (value := env(variable))}
     return _Layer({"slurm": given}, lambda name: variables.get(name.removeprefix("slurm."), name))
 
@@ -174,7 +174,7 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
             raise UsageError(f"not an override: {override[:100]!r}", "write section.key=value")
         if (section, key) == ("redis", "url") and ("@" in text or "password=" in text):
             raise UsageError("a password on the command line is no secret: redis.url",
-                             "write it into the run's file, with mode 0600")  # fmt: skip
+                             "write it into the run's file, with mode 0600")
         tables.setdefault(section, {})[key] = _override_value(section, key, text.strip())
     return _Layer(tables, lambda name: "command line")
 
@@ -187,7 +187,7 @@ def _override_value(section: str, name: str, text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     is_text = any(key.name == name and key.kind.expected in (TEXT.expected, URL.expected)
-                  for key in KEYS.get(section, ()))  # fmt: skip
+                  for key in KEYS.get(section, ()))
     return text if is_text and not isinstance(value, str) else value
 
 
@@ -198,7 +198,7 @@ _Problem = tuple[str, str]  # the key or section in question, what is wrong with
 
 def _resolve(layers: Sequence[_Layer], path: Path, left_open: Set[str] = frozenset()) -> Config:
     values = {section: {key.field: parse(key.kind, key.default) for key in rows}
-              for section, rows in KEYS.items()}  # fmt: skip
+              for section, rows in KEYS.items()}
     task: dict[str, Any] = {}
     origins: dict[str, str] = {}
     problems: list[_Problem] = []
@@ -270,7 +270,7 @@ def _fill_in(values: dict[str, dict[str, Any]], path: Path) -> None:
 def _conflicts(values: dict[str, dict[str, Any]], bad: set[str]) -> Iterator[_Problem]:
     """What is wrong between values; what is `bad` in itself breaks no further rule."""
     flat = {f"{section}.{key.name}": values[section][key.field]
-            for section, rows in KEYS.items() for key in rows}  # fmt: skip
+            for section, rows in KEYS.items() for key in rows}
     for names, holds, text in _RULES:
         given = [flat[name] for name in names]
         is_open = bad.intersection([*names, *(name.split(".")[0] for name in names)])
@@ -318,4 +318,4 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str | Callable[..., st
     (("slurm.partition", "run.scheduler"), lambda name, scheduler: scheduler == "local" or name,
      "slurm.partition is not set: give --set slurm.partition=NAME, or write it into the run's file"
      " or the site's (elastic-doctor names them); on this machine alone: --scheduler local"),
-)  # fmt: skip
+)

@@ -55,7 +55,7 @@ UNREAD_S = 300.0  # most that a reader waits for bytes that the filesystem does 
 # server was replaced, or the file was replaced between two calls.
 PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR,
            errno.EBUSY, errno.ESHUTDOWN, errno.ENOTCONN, errno.ECONNRESET,
-           errno.EREMOTEIO, errno.ECOMM)  # the last two are BeeGFS's  # fmt: skip
+           errno.EREMOTEIO, errno.ECOMM)  # the last two are BeeGFS's
 # Errors that pass as soon as somebody makes room, raises a limit or mounts the filesystem anew.
 FULL = (*PASSING, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EROFS)
 

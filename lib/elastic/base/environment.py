@@ -22,11 +22,11 @@ _OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID", "ELASTIC_RANK", "ELASTIC
 # A user's settings for Slurm's commands would filter their answers or change their form.
 _OF_COMMANDS = ("SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
 _OF_A_SESSION = ("SSH_", "XDG_RUNTIME_DIR", "XDG_SESSION_", "XDG_SEAT", "XDG_VTNR", "DBUS_",
-                 "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")  # fmt: skip
+                 "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")
 # In a session inside of a job: the job's GPUs, the places of its ranks, a folder that ends
 # with the job.
 _OF_ITS_STEP = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE",
-                "MASTER_ADDR", "MASTER_PORT", "TMPDIR")  # fmt: skip
+                "MASTER_ADDR", "MASTER_PORT", "TMPDIR")
 _OF_A_RANK = ("NCCL_", "GLOO_", "OMP_NUM_THREADS")  # in a rank's shell: chosen for its node
 _OF_A_SHELL = ("STY", "WINDOW", "WINDOWID", "PWD", "OLDPWD", "SHLVL", "_")
 
@@ -50,7 +50,7 @@ def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     dropped = _OF_A_JOB + _OF_COMMANDS + _OF_A_SESSION + (_OF_A_RANK if "RANK" in given else ())
     names = _OF_A_SHELL + (_OF_ITS_STEP if "SLURM_JOB_ID" in given else ())
     kept = {name: value for name, value in given.items()
-            if not (name.startswith(dropped) or name in names)}  # fmt: skip
+            if not (name.startswith(dropped) or name in names)}
     leads = LEADS if os.path.exists(given.get("SLURM_CONF", "")) else LEADS[1:]
     return kept | {name: given[name] for name in leads if given.get(name)}
 
@@ -118,7 +118,7 @@ def expanded(text: str, name: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise UsageError(f"{name}: nobody knows whose home is meant in {text!r}",
-                         f"write the whole path into {name}") from None  # fmt: skip
+                         f"write the whole path into {name}") from None
 
 
 def user_name() -> str:

@@ -95,7 +95,7 @@ _OPTION = (r"(db=\d{1,9}|(username|password)=[^&#\s]+|(?(tls)"
 _URL = re.compile(
     r"(?P<scheme>redis(?P<tls>s)?://)([^/?#\[\]\s]*@)?"  # what is before the @ is secret
     r"(?P<server>([\w.-]+|\[[\da-fA-F:]+\])(:(?P<port>\d{1,5}))?(/\d{0,9})?)"
-    rf"(\?{_OPTION}(&{_OPTION})*)?", re.ASCII)  # fmt: skip
+    rf"(\?{_OPTION}(&{_OPTION})*)?", re.ASCII)
 
 
 def _is_url(value: Any) -> bool:
@@ -143,10 +143,10 @@ LIST = Kind("an array of strings", _list_of(_text), tuple)
 INTS = Kind("an array of integers", _list_of(_integer), tuple)
 TIME = Kind('a duration up to 100000d ("90s", "5m", "2h" or seconds)',
             lambda value: _finite(value) and 0 <= value <= 100_000 * _SECONDS["d"],
-            float, _SECONDS, "_s")  # fmt: skip
+            float, _SECONDS, "_s")
 SIZE = Kind('a size below 2^63 bytes ("64kb", "256mb", "1gb" or bytes)',
             lambda value: _finite(value) and 0 <= value < 1 << 63,
-            round, _BYTES, "_bytes")  # fmt: skip
+            round, _BYTES, "_bytes")
 
 NATURAL, COUNT, GPUS = INT.at_least(0), INT.at_least(1), INT.between(1, 100_000)
 AMOUNT, POSITIVE, FRACTION = REAL.at_least(0), REAL.above_zero(), REAL.between(0, 1)
@@ -154,22 +154,21 @@ SPAN, BEAT = TIME.above_zero(), TIME.that_is("at least 10ms", lambda value: valu
 # An empty server takes four.
 ROOM = SIZE.that_is("at least 16mb", lambda value: value >= 16 << 20)
 NAME = TEXT.like("letters, digits, '.', '_' and '-', at most 63, a letter or digit first",
-                 r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})?")  # fmt: skip
+                 r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})?")
 CLASS = TEXT.that_is('written "package.module:Class"', _names_a_class)
 SIGNAL = TEXT.that_is("TERM, INT, USR1 or USR2", ("TERM", "INT", "USR1", "USR2").__contains__)
 BIND = TEXT.that_is('"auto", an interface or the IPv4 address of one', _listens)
 BELOW = TEXT.like('relative, without ".." and "**"', r"(?!/)((?!\.\.|\*\*).)*")
 INTERVAL = TEXT.that_is('"auto", "N steps" or a duration ("10m")',
-                        lambda value: value == "auto" or units.interval(value)[0] > 0)  # fmt: skip
+                        lambda value: value == "auto" or units.interval(value)[0] > 0)
 MEMORY = TEXT.like("written as 64G, without a fraction", r"([1-9]\d{0,8}[KMGT]?)?")
 COUNTS = INTS.that_is("of integers that are at least 1", lambda value: min(value, default=1) >= 1)
 OPTIONS = LIST.that_is(
     "without --clusters (squeue would never show the jobs: set SLURM_CONF to that cluster's)",
-    lambda words: not any(re.match("-M|--cl", word) for word in words))  # fmt: skip
+    lambda words: not any(re.match("-M|--cl", word) for word in words))
 
 # ---- the table -------------------------------------------------------------------------
 
-# fmt: off
 KINDS = {
     "run": {"name": NAME, "task": CLASS, "folder": TEXT, "command": LIST,
             "mode": _one_of("local", "sync"), "seed": NATURAL,
@@ -218,7 +217,6 @@ KINDS = {
              "notice": TIME, "leave": TIME, "save": TIME, "process": SIZE.above_zero(),
              "filesystem": SIZE.above_zero()},
 }
-# fmt: on
 _LINE = re.compile(
     r"\[(?P<section>\w+)]|#( (?P<meaning>.*))?|(?P<name>\w+) = .*?(  # (\[(?P<unit>.*?)])?.*)?|"
 )

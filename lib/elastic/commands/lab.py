@@ -124,7 +124,7 @@ def sandbox():
 
 
 _WHICH = (click.Option(["--name"], default="default", help="Which one."),
-          click.Option(["--dir", "folder"], type=Path, help="Folder of sandboxes."))  # fmt: skip
+          click.Option(["--dir", "folder"], type=Path, help="Folder of sandboxes."))
 
 
 def _of_sandbox(method: Callable[..., str | None], *parameters: click.Parameter, **more) -> None:
@@ -167,14 +167,14 @@ _of_sandbox(
 )
 _of_sandbox(Sandbox.env, help="Print what leads Slurm's commands to it, for eval.")
 _of_sandbox(Sandbox.preempt, _number("--nodes", 1, 1, "How many."), _SECONDS,
-            help="Take whole nodes with a job of high priority; print its id.")  # fmt: skip
+            help="Take whole nodes with a job of high priority; print its id.")
 _of_sandbox(Sandbox.kill_node, _NODE)
 _of_sandbox(Sandbox.revive_node, _NODE)
 _of_sandbox(Sandbox.down)
 
 
 @click.group(cls=Ordered, commands=[demo, sandbox, chaos, plan, validate],
-             context_settings=SETTINGS)  # fmt: skip
+             context_settings=SETTINGS)
 def lab():
     """Try Elastic out, and prove what it does.
 

@@ -112,7 +112,7 @@ def tail(words: Sequence[str | Path], followed: RunDir | None = None) -> int:
     """Print what `tail` says, and return its exit status; of logs that are followed, until
     their run is over, and without complaints on files that are still to come."""
     with subprocess.Popen(["tail", *words], stdout=subprocess.PIPE, text=True, errors="replace",
-                          stderr=subprocess.DEVNULL if followed else None) as process:  # fmt: skip
+                          stderr=subprocess.DEVNULL if followed else None) as process:
         if followed:
             Thread(target=_end_with, args=[followed, process], daemon=True).start()
         try:

@@ -22,7 +22,7 @@ from elastic.commands.shared import SETTINGS, Ordered, say
 
 LISTED = [runs.submit, runs.reconcile, looking.status, looking.logs, runs.scale, runs.stop,
           looking.audit, looking.report, looking.metrics, looking.evaluate, looking.config,
-          looking.doctor, lab]  # fmt: skip
+          looking.doctor, lab]
 
 
 class Commands(Ordered):

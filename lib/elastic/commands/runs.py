@@ -33,7 +33,7 @@ class Overridable(click.Command):
 
 
 @command("submit 7b.toml --min 8 --max 32", "submit etc/demo.toml --train.epochs=2 --wait",
-         cls=Overridable)  # fmt: skip
+         cls=Overridable)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--min", "elastic_min", type=int, metavar="GPUS", help="Fewest GPUs wanted.")
 @click.option("--max", "elastic_max", type=int, metavar="GPUS", help="Most GPUs to use.")
@@ -46,7 +46,7 @@ class Overridable(click.Command):
 @flag("--parsable", help="Print the name of the run and nothing else.")
 @flag("--wait", "wait_for_it", help="Return when the run has ended.")
 def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
-           wait_for_it: bool, **named):  # fmt: skip
+           wait_for_it: bool, **named):
     """Start the run that CONFIG describes and return.
 
     Makes the run directory below $ELASTIC_RUNS (default ./runs), then runs the
@@ -70,7 +70,7 @@ def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
 def settings(named: dict) -> list[str]:
     """Options that stand for a key (elastic_min) as settings of that key."""
     return [f"{name.replace('_', '.', 1)}={value}" for name, value in named.items()
-            if value is not None]  # fmt: skip
+            if value is not None]
 
 
 @command("reconcile", "reconcile demo --dry-run", "reconcile --jitter  # as cron does")

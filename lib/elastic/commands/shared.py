@@ -15,7 +15,7 @@ from elastic.base.units import finite
 from elastic.run import rundir, wording
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80,
-            "show_default": True}  # fmt: skip
+            "show_default": True}
 
 
 class Ordered(click.Group):
@@ -36,7 +36,7 @@ def command(*examples: str, of: str = "elastic", cls: type[click.Command] | None
 overrides_option = click.option(
     "--set", "overrides", multiple=True, metavar="SEC.KEY=VALUE",
     help="Set any key of the configuration (repeatable; submit also takes --SEC.KEY=VALUE).",
-)  # fmt: skip
+)
 flag = functools.partial(click.option, is_flag=True)
 json_option = flag("--json", "as_json", help="Print JSON for scripts.")
 

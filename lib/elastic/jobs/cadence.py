@@ -35,7 +35,7 @@ def interval(stall_s: float, mtbi_s: float, save_s: float = 0.0) -> tuple[float,
     best_s = math.sqrt(2 * stall_s * mtbi_s)
     chosen_s = max(min(max(best_s, LEAST_S), MOST_S), LEAST_SAVES * max(stall_s, save_s))
     return chosen_s, (f"every {chosen_s:.0f} s: a save stalls {stall_s:.2g} s, "
-                      f"an interruption comes every {mtbi_s / 60:.0f} min")  # fmt: skip
+                      f"an interruption comes every {mtbi_s / 60:.0f} min")
 
 
 def is_due(setting: str, steps: int, seconds: float, auto_s: float) -> bool:

@@ -25,7 +25,7 @@ NAMES = {
     "sync": ("resume", "checkpoints", "python", "run", "attempt", "mtbi_s", "master_addr",
              "master_port", "nodes", "gpus_per_node", "gpus"),
     "local": ("python", "run", "slot", "attempt"),
-}  # fmt: skip
+}
 _NAME = re.compile(r"(\$?){([a-z_]+)(?:\?([^{}]*))?}")
 
 

@@ -37,7 +37,7 @@ LEAVING_STATES = frozenset({"COMPLETING", "STAGE_OUT"})
 # Holds after which a job never starts by itself (compared without blanks, underscores and
 # case). A hold that the user or an admin asked for is respected.
 BROKEN_HOLDS = ("dependencyneversatisfied", "jobholdmaxrequeue", "launchfailedrequeuedheld",
-                "launchfailurelimit", "wasdeleted")  # its reservation  # fmt: skip
+                "launchfailurelimit", "wasdeleted")  # its reservation
 
 LISTING_LAG_S = 30.0  # a job this young may be missing from a listing that is a little behind
 CANCEL_AGAIN_S = 60.0  # how long a cancelled job may take to go
@@ -222,7 +222,7 @@ def gone(memory: Memory, listed: Sequence[Job], now: float) -> list[Job]:
 
 
 def learn(memory: Memory, listed: Sequence[Job], endings: Sequence[Ended], now: float,
-          keep: int) -> Memory:  # fmt: skip
+          keep: int) -> Memory:
     """The next memory: jobs that exist, and how the `gone` ones ended (`keep` or more per
     slot)."""
     known = {job.key: job for job in memory.jobs}
@@ -264,7 +264,7 @@ def ending(job: Job, record: Mapping | None, now: float) -> Ended:
         unfit=tuple(map(str, record.get("unfit") or ())),
         worked=(age_s >= WORKED_S and not is_idle) or (bool(progressed) and said in ORDERLY),
         ended_at=job.ended_at or ended_at,
-    )  # fmt: skip
+    )
 
 
 def said_at_end(job: Job, record: Mapping) -> str:
@@ -311,7 +311,7 @@ def _with_memory(row: Job, known: Job | None) -> Job:
     reason = known.reason if row.ended and known.reason else row.reason
     return replace(row, reason=reason, cancelled_at=known.cancelled_at, node=row.node or known.node,
                    started_at=row.started_at or known.started_at, asked=known.asked,
-                   grows_until=known.grows_until)  # fmt: skip
+                   grows_until=known.grows_until)
 
 
 def _word(state: str) -> str:

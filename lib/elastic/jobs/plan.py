@@ -102,7 +102,7 @@ def plan(world: World, now: float) -> list[Action]:
         *_close([job for job in memory.jobs if not world.own(job.role)],
                 f"going on in {world.mode} mode", closing_s, now),
         *_cancel(world, now), *_resize(world, now), *_fill(world, chains, now),
-    ]  # fmt: skip
+    ]
 
 
 # ---- what went wrong, and whose fault it is
@@ -112,7 +112,7 @@ def bad_nodes(memory: Memory, now: float, role: str = WORKER) -> tuple[str, ...]
     """Nodes of which a job has lately said that nobody can train there, and those that are
     blamed."""
     unfit = [node for end in reversed(memory.ended) for node in end.unfit
-             if role != MASTER and now - end.at < RECENT_S]  # fmt: skip
+             if role != MASTER and now - end.at < RECENT_S]
     bad = dict.fromkeys([*unfit, *_blamed(memory, now, role)])
     return tuple(sorted([*bad][:MAX_EXCLUDED]))
 
@@ -127,7 +127,7 @@ def _blamed(memory: Memory, now: float, role: str = WORKER) -> list[str]:
             crashes[end.node].append(end)
     return [node for node, ends in sorted(crashes.items(), key=lambda item: -item[1][-1].at)
             if len(ends) >= 2
-            and (role != WORKER or _works_elsewhere(memory, node, ends[0].at))]  # fmt: skip
+            and (role != WORKER or _works_elsewhere(memory, node, ends[0].at))]
 
 
 def _works_elsewhere(memory: Memory, node: str, since: float) -> bool:
@@ -187,7 +187,7 @@ def _resize(world: World, now: float) -> Iterator[Action]:
     jobs = [job for job in world.memory.jobs if job.role == TRAINER and not job.over]
     # A trainer that got its notice between two attempts has not heard it: it gets another.
     started = [job for job in jobs if job.started
-               and now - (job.cancelled_at or -math.inf) >= LEAVE_S[TRAINER]]  # fmt: skip
+               and now - (job.cancelled_at or -math.inf) >= LEAVE_S[TRAINER]]
     limits, waiting = world.limits_of_gpus, [job for job in jobs if job.queued]
     # GPUs beyond a limit of the user's never come free: there is nothing to wait for.
     asking = [job for job in waiting if limits and job.asked

@@ -86,7 +86,7 @@ class Program:
         mine = f"{self.job_id}.{self.attempt}."
         found = proc.families(MARK, self.run.path, job_id=env("SLURM_JOB_ID", "")).items()
         return set().union(*(pids for owner, pids in found if owner.startswith(mine)
-                             and (not ranks or owner.removeprefix(mine) in ranks)))  # fmt: skip
+                             and (not ranks or owner.removeprefix(mine) in ranks)))
 
     def closing(self, mode: str, notice: Notice) -> str:
         """Why the run does not go on in this mode, once the filesystem answers. Raises
@@ -117,7 +117,7 @@ def start_rank(
     given = {"PYTHONFAULTHANDLER": "1", **environment(), **_threads(sharers), **extra}
     files = {"stdin": subprocess.DEVNULL, "stdout": sys.stdout, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env=given, cwd=folder, preexec_fn=die_with_parent,
-                            **files, **options)  # fmt: skip
+                            **files, **options)
 
 
 def _threads(sharers: int) -> dict[str, str]:

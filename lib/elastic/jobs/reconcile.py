@@ -88,7 +88,7 @@ class PassReport:
 
 def run_pass(runs: Sequence[RunDir], now: float, dry_run: bool = False,
              scheduler: Callable = sched.open_scheduler,
-             within_s: float = 0.0, wait_s: float = 0.0) -> PassReport:  # fmt: skip
+             within_s: float = 0.0, wait_s: float = 0.0) -> PassReport:
     """One pass over `runs`. `dry_run` only plans: it takes no lock and writes nothing.
     The scheduler's answer of `within_s` ago will do. A run that another pass is at work
     on is skipped; with `wait_s` it is unknown, if that pass takes longer."""
@@ -230,14 +230,14 @@ class _Pass:
         readable."""
         self.facts = Facts(self.run.name, self.config, self.run.control(), self.run.closing(),
                            before=self.memory, jobs=jobs, within_s=self.within_s,
-                           ending=functools.cache(self.run.jobs.ending))  # fmt: skip
+                           ending=functools.cache(self.run.jobs.ending))
         self.memory, endings = learned(self.facts, self.now)
         for end in endings:
             self._event(
                 "end", role=end.role, slot=end.slot, job_id=end.job_id, node=end.node,
                 submitted=end.submitted_at, started=end.started_at, ended=end.ended_at,
                 gpus=self.facts.gpus_of(end), outcome=end.outcome, reason=end.reason,
-            )  # fmt: skip
+            )
 
     def act(self, scheduler) -> None:
         """Plan, and carry the plan out as far as the scheduler goes along."""
@@ -246,7 +246,7 @@ class _Pass:
         planned = plan(world_of(self.facts, self.memory, growth), self.now)
         self._tell_waiting([action for action in planned if action.verb == WAIT])
         verbs = {FAIL: self._give_up, CANCEL: self._cancel, SUBMIT: self._submit,
-                 GROW: self._grow}  # fmt: skip
+                 GROW: self._grow}
         for action in [each for each in planned if each.verb != WAIT]:
             if self.dry_run:
                 self._tell(action)
@@ -340,7 +340,7 @@ class _Pass:
             run.path, run.name, role, slot, self.config, self.environment, exclude, gpus,
             after=queued[0] if queued and role == WORKER else "",
             alone=not (role == MASTER and at_work),
-        )  # fmt: skip
+        )
 
     def _not_taken(self, action: Action, refusal: Refused | RetryLater) -> None:
         """A refusal at the run's start is a mistake in its settings. Later it may be this
@@ -359,7 +359,7 @@ class _Pass:
         self.report.waiting.append(f"{action.role} {action.slot}: {reason}")
         until = self._clock() + delay_s
         self.memory = replace(memory, later_until=until, later_reason=reason, later_host=host,
-                              later_role=action.role, later_slot=action.slot)  # fmt: skip
+                              later_role=action.role, later_slot=action.slot)
 
     def _cancel(self, action: Action) -> None:
         self.scheduler.cancel(action.job_id, kill=action.now)
@@ -387,7 +387,7 @@ class _Pass:
         said = f"{action.verb} {action.role} {action.slot}{job}: {action.reason}"
         self.report.lines.append("would " * self.dry_run + said)
         self._event(action.verb, role=action.role, slot=action.slot, job_id=action.job_id,
-                    reason=action.reason)  # fmt: skip
+                    reason=action.reason)
 
     def _tell_waiting(self, waits: Sequence[Action]) -> None:
         """Say every reason once, until it has gone away."""
@@ -486,7 +486,7 @@ def world_of(facts: Facts, memory: Memory, growth: int = 0) -> World:
         limits_of_gpus=limits_of_gpus(control, memory) if is_sync else None,
         gpus=facts.gpus_of(trainer) if trainer else 0,
         node_gpus=config.slurm.gpus_per_node if config.run.scheduler == "slurm" else 1,
-    )  # fmt: skip
+    )
 
 
 def reasons_of(waits: Sequence[Action]) -> dict[str, str]:
@@ -495,7 +495,7 @@ def reasons_of(waits: Sequence[Action]) -> dict[str, str]:
     for wait in waits:
         places[wait.reason].append(f"{wait.role} {wait.slot}")
     return {reason: first + (f" and {len(others)} more" if others else "") + f": {reason}"
-            for reason, (first, *others) in places.items()}  # fmt: skip
+            for reason, (first, *others) in places.items()}
 
 
 def _trainer_at_work(memory: Memory) -> Job | None:

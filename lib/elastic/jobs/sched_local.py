@@ -82,7 +82,7 @@ class LocalScheduler:
                 "least_gpus": spec.gpus[0], "gpus": spec.gpus[1],
                 "capacity": spec.config.local_scheduler.gpus, "submit_time": time.time(),
                 "host": os.uname().nodename,
-            }  # fmt: skip
+            }
             write_atomic(self._path(job_id, "json"), to_json(record), 0o600)
             # It is queued: whoever lists it says why it waits.
             with contextlib.suppress(OSError):
@@ -151,7 +151,7 @@ class LocalScheduler:
         ended = "" if self._leader(job_id) else _read(self._path(job_id, "cause")) or "ENDED"
         started_at = None if claim.read_bytes() == NEVER else claim.stat().st_mtime
         return replace(job, state=ended or "RUNNING", reason="", started_at=started_at,
-                       node=os.uname().nodename)  # fmt: skip
+                       node=os.uname().nodename)
 
     def _check_host(self) -> None:
         """Raise Elsewhere if jobs here are another machine's (several may share a home): they
@@ -214,7 +214,7 @@ class LocalScheduler:
             **record["environment"], "ELASTIC_JOB_ID": job_id, "ELASTIC_GPUS": str(count),
             "ELASTIC_HOME_DIR": str(registry_dir(record["environment"])),
             MARK: f"{self.state}:{job_id}",
-        }  # fmt: skip
+        }
         write_atomic(self._path(job_id, "devices"), to_json({"count": count, "gpus": devices}))
         environment |= {VISIBLE: ",".join(devices)} if devices else {}
         claim = self._path(job_id, "claim")
@@ -286,7 +286,7 @@ def detached(command: Sequence[str], environment=None, output=None, folder: str 
     cannot."""
     output = output or subprocess.DEVNULL
     subprocess.run(["setsid", "--fork", *command], env=environment, cwd=folder,
-                   stdin=subprocess.DEVNULL, stdout=output, stderr=output)  # fmt: skip
+                   stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
 
 def pass_after_me(run_dir: Path) -> subprocess.Popen:

@@ -50,13 +50,13 @@ _SQUEUE = ("squeue", "--me", "--states=all", "--noheader", _FORMAT)
 # Hidden partitions and the jobs in them, too; times in seconds since the epoch: a local time
 # may come twice.
 _ASKED = {"squeue": {"SQUEUE_ALL": "1", "SLURM_TIME_FORMAT": "%s"}, "sinfo": {"SINFO_ALL": "1"},
-          "scontrol": {"SCONTROL_ALL": "1", "SLURM_TIME_FORMAT": "%s"}}  # fmt: skip
+          "scontrol": {"SCONTROL_ALL": "1", "SLURM_TIME_FORMAT": "%s"}}
 
 # From 23.11 on srun takes the cores that the job asked for, on a node, for those of each
 # task. A job's GPUs are not those of each step.
 _OF_THE_JOB = ("CPUS_PER_TASK", "TRES_PER_TASK", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK")
 _SRUN = ("env", *(f"--unset=SLURM_{each}" for each in _OF_THE_JOB), "srun", "--mpi=none",
-         "--overlap")  # fmt: skip
+         "--overlap")
 
 # What a command says when it does not know whether the controller did what was asked.
 _NO_ANSWER = re.compile(
@@ -151,7 +151,7 @@ class SlurmScheduler:
         fit = {node.name for node in nodes(self._environment)
                if node.partition == slurm.partition and node.state == "idle"
                and node.name not in avoided and _has_features(node, slurm)
-               and (not slurm.gres or gpus_of(node.gres, slurm.gres) >= wanted)}  # fmt: skip
+               and (not slurm.gres or gpus_of(node.gres, slurm.gres) >= wanted)}
         return min(len(fit), most // wanted) * wanted
 
     def _others_wait(self, partition: str) -> bool:
@@ -162,7 +162,7 @@ class SlurmScheduler:
         lines = self._ask("squeue", "--noheader", *where, columns).splitlines()
         return any(reason in ("Resources", "Priority")
                    and not (user == str(os.getuid()) and any(map(parse_job_name, names)))
-                   for reason, user, *names in (line.split(_FIELD) for line in lines))  # fmt: skip
+                   for reason, user, *names in (line.split(_FIELD) for line in lines))
 
 
 def release_nodes(job_id: str, kept: int) -> None:
@@ -215,7 +215,7 @@ def step_argv(
         *_SRUN, f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
         f"--ntasks={len(nodes) * per_node}", f"--ntasks-per-node={per_node}", *few,
         "--cpu-bind=none", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", *options, *command,
-    ]  # fmt: skip
+    ]
 
 
 def cores_per_node() -> int:
@@ -335,7 +335,7 @@ def share_of_gpu(slurm) -> tuple[int, str]:
         if gpus := gpus_on.get(node["NodeName"]):
             spared_mb = int(node.get("MemSpecLimit", "0"))
             shares.append((int(node.get("CPUEfctv", node["CPUTot"])) // gpus,
-                           (int(node["RealMemory"]) - spared_mb) // gpus))  # fmt: skip
+                           (int(node["RealMemory"]) - spared_mb) // gpus))
     cpus, megabytes = map(min, zip(*shares, strict=True)) if shares else (0, 0)
     # CPUs are threads: where only cores are to be used, a share would have too many.
     is_said = re.search("DefCpuPerGPU|--cpus-per|(^| )-c|--hint|--threads-per-core", given)
@@ -393,7 +393,7 @@ def slurm_command(
         answer = subprocess.run(
             [program, *argv[1:]], env=given | _ASKED.get(argv[0], {}), timeout=COMMAND_TIMEOUT_S,
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired as late:
         said = (late.stderr or b"").decode(errors="replace").strip()
         if _NOT_NOW.search(said):  # sbatch tells of a full queue, and tries again for minutes
@@ -433,7 +433,7 @@ def parse_squeue(text: str) -> list[Job]:
                 ended_at=_epoch(ended) if has_ended(state) or state in LEAVING_STATES else None,
                 limit_at=_epoch(ended) if is_running else None,
                 is_headless=is_running and host not in expand_hostlist(node),
-            ))  # fmt: skip
+            ))
     return jobs
 
 
@@ -451,7 +451,7 @@ def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> 
         str(home / "sbatch" / f"{spec.role}.sbatch"),
         str(home), python, str(spec.run_dir), str(spec.slot),
         *(spec.config.slurm.srun_options if spec.role == WORKER else ()),
-    ]  # fmt: skip
+    ]
 
 
 def refusal(code: int, stderr: str) -> ElasticError:

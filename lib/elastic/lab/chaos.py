@@ -85,7 +85,7 @@ def schedule(kinds: Sequence[str], every_s: float, for_s: float, draw) -> list:
 def cost_in_local_mode(fault: Fault, commits: Iterable[Commit]) -> Cost:
     after = [commit for commit in commits if commit.time > fault.time]
     deltas = [(commit.time, delta) for commit in after for delta in commit.deltas
-              if delta.base is not None]  # fmt: skip
+              if delta.base is not None]
     saved = {(delta.slot, delta.attempt, delta.base) for _, delta in deltas}
     lost = sum(s.step for s in fault.at_stake if (s.slot, s.attempt, s.version) not in saved)
     again = [
@@ -113,7 +113,7 @@ def cost_in_sync_mode(fault: Fault, metrics: Sequence[Mapping]) -> Cost:
 
 
 def by_kind(faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work],
-            end: float) -> Iterator[dict]:  # fmt: skip
+            end: float) -> Iterator[dict]:
     """A row per kind: how often, median and worst of what it cost, and the rate of
     training from each to the next fault."""
     kinds, ends = defaultdict(list), [*(fault.time for fault, _ in faults[1:]), end]
@@ -127,7 +127,7 @@ def by_kind(faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work],
             "next_commit_s": _middle_and_worst(cost.next_commit_s for cost in costs),
             "back_s": _middle_and_worst(cost.back_s for cost in costs),
             "tokens_per_s": mean(rate for _, rate in outcomes),
-        }  # fmt: skip
+        }
 
 
 def _middle_and_worst(seconds: Iterable[float]) -> list[float | None]:
@@ -163,7 +163,7 @@ class Chaos:
             version = self.run.commits.newest_version()
             job_ids = {job.job_id for job in self._jobs()}
             victims = [slot for slot in store.slots().values() if slot.state == "training"
-                       and slot.version == version and self._is(slot, job_ids)]  # fmt: skip
+                       and slot.version == version and self._is(slot, job_ids)]
             return sorted(victims, key=lambda slot: -slot.step)
         return []
 
@@ -182,7 +182,7 @@ class Chaos:
             return []
         step, job_id = newest["step"], (self.run.jobs.progress() or {}).get("job_id", "")
         return [Slot(0, newest["attempt"], job_id, "", self.draw.choice(ranks), "training",
-                     step, step, step, 0.0, 0.0, 0.0, 0.0, 0.0)]  # fmt: skip
+                     step, step, step, 0.0, 0.0, 0.0, 0.0, 0.0)]
 
     def _store(self):
         return contextlib.closing(MasterStore.open(self.run))
@@ -278,7 +278,7 @@ class Chaos:
         node = next((job.node for job in self._jobs() if job.job_id == victim.job_id), "")
         self.box.kill_node(node)  # by Slurm's name: its processes see this machine's
         revive = (elastic_home() / "bin/elastic-sandbox", "revive-node", node,
-                  "--dir", self.box.path.parent, "--name", self.box.path.name)  # fmt: skip
+                  "--dir", self.box.path.parent, "--name", self.box.path.name)
         detached(["/bin/sh", "-c", 'sleep "$0"; exec "$@"', *map(str, (GONE_S, *revive))])
         return f"node {node}, for {GONE_S:g} s"
 
@@ -313,19 +313,19 @@ class Chaos:
             "kept": rate / before if before else None,
             "steps_lost": sum(cost.steps_lost for _, cost in costs),
             "audit": {**proof, "gpu_seconds": gpu_seconds(self.run)},
-        }  # fmt: skip
+        }
 
 
 DO = {"kill-worker": Chaos._kill_worker, "preempt": Chaos._preempt,
       "kill-master": Chaos._kill_master, "kill-redis": Chaos._kill_redis,
       "flush-redis": Chaos._flush_redis, "hang-worker": Chaos._hang_worker,
-      "kill-node": Chaos._kill_node}  # fmt: skip
+      "kill-node": Chaos._kill_node}
 
 Say = Callable[[str], object]
 
 
 def harm(run: RunDir, every_s: float, for_s: float, before_s: float, seed: int, kinds: str,
-         say: Say) -> dict:  # fmt: skip
+         say: Say) -> dict:
     """Look on for `before_s`, then do faults to the run for `for_s`, one every `every_s` on
     average, and say each. Returns the report. UsageError: there is nobody to hit."""
     if not every_s:

@@ -37,11 +37,11 @@ CRON_S = 2.0
 SETTINGS = [
     "run.name=demo", "elastic.min=2", "elastic.max=4",
     "checkpoint.keep_every=1000000",  # version 0 stays, to compare with
-]  # fmt: skip
+]
 ON_SLURM = ["run.scheduler=slurm", "slurm.partition=preempt", "slurm.master_partition=cpu",
-            "train.device=cpu"]  # the sandbox's GPUs are pretended  # fmt: skip
+            "train.device=cpu"]  # the sandbox's GPUs are pretended
 TOLD = ("submit", "join", "outer-step", "end", "lost", "preempt", "restart", "master",
-        "redis-lost", "reject", "taken-back", "leave", "scale", "fail", "done")  # fmt: skip
+        "redis-lost", "reject", "taken-back", "leave", "scale", "fail", "done")
 
 
 def story(demo: "Demo") -> bool:
@@ -150,7 +150,7 @@ class Demo:
         print(f"\nthe run: {self.run.path}\nit took {time.time() - self.began:.0f} s")
         has_held = not report["audit"]["problems"] and not wrong and last < bound
         print("Through all of it, every sample was trained once, and nothing stopped."
-              if has_held else "Something did not hold: see WRONG above.")  # fmt: skip
+              if has_held else "Something did not hold: see WRONG above.")
         return has_held
 
 

@@ -58,7 +58,7 @@ def _by_size(config, model: estimate.Model) -> dict[str, float]:
         "deliver_s": one.deliver_s, "deliver_alone_s": alone.deliver_s,
         "average_s": one.merge_s + one.publish_s, "pull_s": one.pull_s,
         "total_steps": config.train.max_tokens / tokens,
-    }  # fmt: skip
+    }
 
 
 def ways_of(nodes: Nodes, end: float, config, costs: Costs) -> list[Way]:
@@ -75,13 +75,13 @@ def ways_of(nodes: Nodes, end: float, config, costs: Costs) -> list[Way]:
         closed_s = max(parts["allocated"] - parts["open"], 1e-9)
         return {"mode": mode, "gpus": [least, most], "inner_steps": inner_steps,
                 "goodput": parts["training"] / closed_s,
-                "kept": parts["training"] / max(offered_s, 1e-9), **parts}  # fmt: skip
+                "kept": parts["training"] / max(offered_s, 1e-9), **parts}
 
     requeued = (way("requeue", Requeue(nodes, config, costs, [count]), *[count * per_node] * 2)
-                for count in sizing.node_counts(limits, per_node))  # fmt: skip
+                for count in sizing.node_counts(limits, per_node))
     local = Local(nodes, config, costs)
     return [max(requeued, key=itemgetter("kept")), way("sync", Sync(nodes, config, costs), *limits),
-            way("local", local, *limits, config.local_sgd.inner_steps)]  # fmt: skip
+            way("local", local, *limits, config.local_sgd.inner_steps)]
 
 
 def forecast(trace: Trace, end: float, config, costs: Costs) -> dict:
@@ -110,7 +110,7 @@ def forecast(trace: Trace, end: float, config, costs: Costs) -> dict:
             "max": min(most, config.elastic.max),
             "reason": why,
         },
-    }  # fmt: skip
+    }
 
 
 def _check(end: float, config, costs: Costs) -> None:

@@ -96,7 +96,7 @@ class Costs:
 
 
 def job_until(until: float, gpus: int, submitted: float, start: float, end: float, key: tuple,
-              notice: float) -> Allocation:  # fmt: skip
+              notice: float) -> Allocation:
     """The allocation of a job that was taken, or is at work, as it is at the time `until`."""
     outcome, told = ("killed", notice) if end < until else ("", notice if notice < until else None)
     return Allocation(gpus, submitted, start, min(end, until), outcome, ((start, key),), told)
@@ -176,7 +176,7 @@ class Requeue:
             end, again_s = min(marked, stop), max(0.0, self._furthest - position) / job.gpus
             turn, position = min(end, start + again_s), position + (end - start) * job.gpus
             self.work += [Work(attempt, start, turn, 0, inf, again=True),
-                          Work(attempt, turn, end, 0, inf)]  # fmt: skip
+                          Work(attempt, turn, end, 0, inf)]
             self._furthest = max(self._furthest, position)
             if is_saved or (end < stop and end + self.costs.save_s <= job.end):
                 self._saved = position
@@ -210,7 +210,7 @@ class Sync(Requeue):
             horizon_s = self._mtbi_s({"role": TRAINER, "started": start, "time": time})
             more, is_old = self._fit(time), time - start >= self.config.sync.grow_after_s
             if is_old and sizing.pays(gpus, len(more) * self.per_node, self.costs.startup_s,
-                                      horizon_s):  # fmt: skip
+                                      horizon_s):
                 return time
         return inf
 
@@ -246,12 +246,12 @@ class Local:
         self._coming = deque(worker for worker in workers if worker.free < worker.notice)
         self._there: list[Worker] = []
         commit = Commit(version=0, master_epoch=1, time=0.0, tokens=0, samples=(), deltas=(),
-                        total_tokens=self.costs.total_steps or inf)  # fmt: skip
+                        total_tokens=self.costs.total_steps or inf)
         opened = self._coming[0].free if self._coming else inf
         while opened < until:
             commit, opened = self._round(commit, opened, until)
         self.jobs = [job_until(until, self.gpus, w.submitted, w.start, w.end, w.key, w.notice)
-                     for w in workers if w.start < until]  # fmt: skip
+                     for w in workers if w.start < until]
         return ledger(self.jobs, self.work)
 
     # ---- jobs
@@ -269,14 +269,14 @@ class Local:
             used = Counter(worker.node for worker in alive)
             places = (node for node, gpus in nodes.at(now).items()
                       for _ in range(gpus // self.gpus - used[node])
-                      if nodes.gone({node}, now) > now + costs.queue_s)  # fmt: skip
+                      if nodes.gone({node}, now) > now + costs.queue_s)
             for (slot, submitted), node in zip([*queued], places, strict=False):
                 start, notice = now + costs.queue_s, nodes.gone({node}, now)
                 free, leaves_s = start + costs.startup_s, costs.leave_s
                 leaves_s += (notice > free) * (costs.step_s / 2 + costs.deliver_alone_s)
                 worker = Worker((slot, count), node, submitted, start, free, notice,
                                 notice + min(leaves_s, costs.notice_s),
-                                notice + costs.notice_s + self.config.health.lease_s)  # fmt: skip
+                                notice + costs.notice_s + self.config.health.lease_s)
                 yield worker
                 alive.append(worker)
                 queued.pop(0)
@@ -290,9 +290,9 @@ class Local:
         jobs = [Job("", WORKER, slot, "PENDING") for slot, _ in queued]
         jobs += [Job("", WORKER, worker.key[0], "RUNNING") for worker in alive]
         world = World(self.config.elastic.max // self.gpus, Memory(0.0, (THE_MASTER, *jobs)),
-                      self.config.elastic.max_pending)  # fmt: skip
+                      self.config.elastic.max_pending)
         return [action.slot for action in plan(world, now)
-                if (action.verb, action.role) == (SUBMIT, WORKER)]  # fmt: skip
+                if (action.verb, action.role) == (SUBMIT, WORKER)]
 
     # ---- rounds
 
@@ -308,7 +308,7 @@ class Local:
             while self._coming and self._coming[0].free <= now:
                 self._there.append(self._coming.popleft())
             turns = {worker: self._turn(worker, steps, opened, opened + due_s, called)
-                     for worker in self._there if worker.notice > opened}  # fmt: skip
+                     for worker in self._there if worker.notice > opened}
             deltas = [at for work, at in turns.values() if work.tokens and at < inf]
             answers = {worker.key[0]: at for worker, (_, at) in turns.items()}
             view = rounds.View(
@@ -316,7 +316,7 @@ class Local:
                 {worker.key[0]: worker.start for worker in self._there if worker.live > now},
                 frozenset(slot for slot, at in answers.items() if at <= now),
                 sum(at <= now for at in deltas), 0, due_s,
-            )  # fmt: skip
+            )
             move, _ = rounds.decide(view, sgd, now)
             coming = self._coming[0].free if self._coming else until
             if move is rounds.Move.CLOSE:
@@ -327,7 +327,7 @@ class Local:
                 return commit, now if any(w.notice > now for w in self._there) else coming
             else:
                 moments = (deadline, called + sgd.last_call_s + LATE_S, coming, until,
-                           *answers.values(), *(worker.live for worker in self._there))  # fmt: skip
+                           *answers.values(), *(worker.live for worker in self._there))
                 now = min(time for time in moments if time > now)
         return commit, until
 

@@ -43,7 +43,7 @@ ADDRESS = "127.0.0.1"  # where its daemons listen
 _PATH_BYTES = 80  # of the folder; a Unix socket's path has 107 at most
 _DAEMON_PATH = "/usr/sbin:/usr/local/sbin:/sbin:/usr/bin:/opt/slurm/sbin:/opt/slurm/bin"
 PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd",
-            "sbatch": "slurm-client", "setsid": "util-linux"}  # fmt: skip
+            "sbatch": "slurm-client", "setsid": "util-linux"}
 START_TIMEOUT_S = 60.0
 _MEMBER = "ELASTIC_SANDBOX_MEMBER"  # FOLDER:NAME, for keepers and daemons
 _MULTIPLE = "this Slurm was built without --enable-multiple-slurmd; Debian's has it"
@@ -137,7 +137,7 @@ class Daemons:
     def _last_words(self) -> str:
         logs = sorted((self.path / "log").iterdir())
         return "\n".join(f"  {log.name}: {line}" for log in logs
-                         for line in proc.read(log).splitlines()[-3:])  # fmt: skip
+                         for line in proc.read(log).splitlines()[-3:])
 
 
 def accepts(where: str | int) -> bool:
@@ -316,7 +316,7 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int], cgroup: str
         NODE_PORTS=",".join(map(str, ports[2:])), NODES=",".join(shape.names[:-1]),
         GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(shape.gpus)),
         CGROUP=cgroup, IF_LOCAL="" if is_local else "# ", IF_GPU="" if shape.gpus else "# ",
-    )  # fmt: skip
+    )
     for template in (elastic_home() / "etc/sandbox").iterdir():
         text = template.read_text()
         text = re.sub(r"@([A-Z_]+)@", lambda match: str(words[match[1]]), text)

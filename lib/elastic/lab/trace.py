@@ -18,7 +18,7 @@ LINE = "a line is MILLISECONDS,add|remove,NODE"
 
 
 def advise(path: Path, overrides: Sequence[str], trace: Path,
-           say: Callable[[str], object]) -> dict:  # fmt: skip
+           say: Callable[[str], object]) -> dict:
     """The forecast of a run for a trace; `say` is told what is not known. UsageError if the
     time of a step is not known."""
     overrides = ("slurm.partition=any", *overrides)  # nothing is submitted
@@ -30,7 +30,7 @@ def advise(path: Path, overrides: Sequence[str], trace: Path,
     price = costs(config, model)
     if not price.step_s:
         raise UsageError(f"how long a step takes cannot be known: {reason}",
-                         "give --set plan.step=SECONDS")  # fmt: skip
+                         "give --set plan.step=SECONDS")
     if not model:
         say(f"saves and deltas are taken to cost no time: {reason}")
     return forecast(changes, end, config, price)

@@ -35,7 +35,7 @@ Trial = tuple[str, int, Config]  # an arm, a seed, and the run to make of them
 
 
 def compare(path: Path, overrides: Sequence[str], arms: Sequence[str], seeds: int, metric: str,
-            margin: float) -> tuple[dict, dict[str, list[float]], bool]:  # fmt: skip
+            margin: float) -> tuple[dict, dict[str, list[float]], bool]:
     """Train what is not trained yet. Returns losses and verdicts, loss curves by arm, and
     whether every arm is ok. ElasticError: a run failed."""
     base = load(path, overrides)
@@ -53,7 +53,7 @@ def compare(path: Path, overrides: Sequence[str], arms: Sequence[str], seeds: in
 
 
 def trials(config: Callable[[list[str]], Config], arms: Sequence[str],
-           seeds: int) -> Iterator[Trial]:  # fmt: skip
+           seeds: int) -> Iterator[Trial]:
     """Every run there is to make. `config` is CONFIG with settings on top of it."""
     base = config([])
     samples = max(1, base.elastic.max // base.slurm.gpus_per_worker) * base.step_samples
@@ -91,10 +91,10 @@ def _begin(config: Config, root: Path) -> RunDir:
         return submission.start(config, root)
     mine = run.config().slurm  # with its share of a node
     same = replace(config.slurm, cpus_per_gpu=mine.cpus_per_gpu, mem_per_gpu=mine.mem_per_gpu,
-                   master_mem=mine.master_mem)  # fmt: skip
+                   master_mem=mine.master_mem)
     if run.config() != replace(config, slurm=same):
         raise UsageError(f"{run.path} was trained with another configuration",
-                         "remove that folder, or give --set run.name=NAME")  # fmt: skip
+                         "remove that folder, or give --set run.name=NAME")
     if not run.done():  # it goes on, also if it was stopped or has failed
         steering.scale(run, None, None, None)
     return run
@@ -122,7 +122,7 @@ def final_loss(run: RunDir, metric: str = "") -> float:
     chosen = metric or next((name for name in names if "loss" in name), names[0] if names else "")
     if chosen not in scores:
         raise ElasticError(f"validate() of {run.name} says no {chosen or 'number'}",
-                           f"--metric: {', '.join(names) or 'none'}")  # fmt: skip
+                           f"--metric: {', '.join(names) or 'none'}")
     return scores[chosen]
 
 
@@ -149,7 +149,7 @@ def verdicts(losses: Mapping[str, Mapping[int, float]], margin: float) -> Iterat
             bound = None if half is None else gap + half
             words = _words_on(gap, half, margin)
         yield {"arm": arm, "loss": average, "spread": spread, "gap": gap, "bound": bound,
-               "words": words}  # fmt: skip
+               "words": words}
 
 
 def half_width(gaps: Sequence[float]) -> float | None:

@@ -117,7 +117,7 @@ class Running:
         return Running(
             self.reach.after(moves), blend(self.weight, weight), loss,
             blend(self.unrest, change**2) if told else self.unrest, self.rounds + told,
-        )  # fmt: skip
+        )
 
 
 def blend(mean: float, value: float) -> float:
@@ -139,7 +139,7 @@ def clips(moves: Sequence[Delta], clip_norm: float, reach: Reach) -> list[float]
     told = [replace(each, lr_sum=min(each.lr_sum, rate * each.steps)) for each in moves]
     most = [clip_norm * usual.length(each) for each in told]
     return [min(1.0, m / each.norm) if m and each.norm else 1.0
-            for m, each in zip(most, moves, strict=True)]  # fmt: skip
+            for m, each in zip(most, moves, strict=True)]
 
 
 def round_loss(headers: Sequence, version: int) -> float:
@@ -258,7 +258,7 @@ def judge(header: Header, facts: Facts, judged: Collection[Key], refused: str) -
         (steps > facts.most_steps, Rule.SHAPE, f"{steps} steps, a round has fewer"),
         (not math.isfinite(losses), Rule.NON_FINITE, f"the loss is {losses}"),
         (bool(refused), Rule.SAMPLES, refused),
-    ]  # fmt: skip
+    ]
     has_nothing = header.tokens == 0 or steps == 0
     for is_broken, rule, what in is_foreign if has_nothing else is_foreign + is_unfit:
         if is_broken:

@@ -54,7 +54,7 @@ def measured(config, task) -> Model:
     context = getattr(getattr(task, "shape", None), "context", 0)
     return Model(numel=sum(layout.numels), largest_numel=max(layout.numels),
                  delta_bytes=sum(sizes), largest_bytes=max(sizes),
-                 fragments=len(sizes), tokens_per_sample=context)  # fmt: skip
+                 fragments=len(sizes), tokens_per_sample=context)
 
 
 def attempt(config, task, numel: int, is_here: bool) -> tuple[str, int]:

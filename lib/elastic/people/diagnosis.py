@@ -33,7 +33,7 @@ SKEWED_S, WRONG_S = 1.0, 30.0
 TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE|Partition_Limit")
 OF_ONE_MACHINE = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs")
 _UNFIT = ("down", "drain", "fail", "error", "unknown", "inval", "maint", "future",
-          "not_resp")  # fmt: skip
+          "not_resp")
 
 
 class Unknown(NamedTuple):
@@ -132,7 +132,7 @@ def _named(config, *, cluster, partitions, nodes) -> list[str] | Unknown:
     if names := config.slurm.partition:
         return names.split(",")
     modes = {name: preempt_mode(cluster, name, partitions, nodes)
-             for name in known(partitions, ()) if not isinstance(cluster, Unknown)}  # fmt: skip
+             for name in known(partitions, ()) if not isinstance(cluster, Unknown)}
     there = ", ".join(f"{name} ({mode or 'as its QOS has it'})" for name, mode in modes.items())
     fix = f"set it in etc/site.toml or the run's file; how jobs are preempted: {there}"
     return Unknown("slurm.partition is not set", fix, FAIL)
@@ -167,7 +167,7 @@ def _workers_partition(config, partitions, nodes, named) -> Judgement:
          f"elastic.max is {config.elastic.max}", "lower elastic.max"),
         (wants_gpus and whole and per_job < most, WARN,
          f"{whole}: a job gets whole nodes", f"set {key} to {most}"),
-    )  # fmt: skip
+    )
 
 
 def _gives_whole_nodes(partition: Mapping[str, str]) -> str:
@@ -193,7 +193,7 @@ def _masters_partition(config, cluster, partitions, nodes, named) -> Judgement:
         seen, (modes, WARN, f"PreemptMode={','.join(sorted(modes))}", fix),
         (is_shared, WARN, "the master has the workers' QOS, which decides (preempt/qos)",
          "set slurm.master_qos to one that nothing preempts"),
-    )  # fmt: skip
+    )
 
 
 def _closed(name: str, key: str, partitions, nodes) -> Judgement | None:
@@ -290,7 +290,7 @@ def _preemption(cluster, partitions, named, *, nodes, qos) -> Preemption | Unkno
     if isinstance(qos, Unknown):
         seen = "PreemptType=preempt/qos: mode and GraceTime are those of the job's QOS"
         return Unknown(f"{seen}; {qos.why}", "look: sacctmgr show qos"
-                       " format=Name,PreemptMode,GraceTime; wanted: REQUEUE, 30 s")  # fmt: skip
+                       " format=Name,PreemptMode,GraceTime; wanted: REQUEUE, 30 s")
     mode, grace_s = qos["PreemptMode"].upper(), round(limit_s(qos["GraceTime"]))
     mode = cluster["PreemptMode"] if mode == "CLUSTER" else mode
     return Preemption(f"QOS {qos['Name']}", mode, grace_s)
@@ -306,7 +306,7 @@ def _mode(cluster, preemption: Preemption) -> Judgement:
          f" partition, set slurm.partition; else {fix}"),
         (mode != "REQUEUE", FAIL, "", f"{fix}: a stopped job gets no notice, looks"
          " lost, and keeps its GPUs' memory"),
-    )  # fmt: skip
+    )
 
 
 def _notice(cluster, preemption: Preemption, *, disk, save) -> Judgement:
@@ -339,7 +339,7 @@ def _habits(config, cluster, partitions) -> Judgement:
     """What this site does to every job; always OK."""
     every = cluster | partitions.get(config.slurm.partition.split(",")[0], {})
     names = ("JobSubmitPlugins", "Prolog", "Epilog", "JobDefaults", "DefMemPerCPU",
-             "DefMemPerNode", "MaxBatchRequeue")  # fmt: skip
+             "DefMemPerNode", "MaxBatchRequeue")
     # From Slurm 24.11 on there may be several scripts: Prolog[0], Prolog[1].
     told = ((name, every.get(f"{name}[0]", every.get(name))) for name in names)
     known = [f"{name} {value}" for name, value in told if value not in _NOTHING]
@@ -371,7 +371,7 @@ def _limits(config, cluster, *, limits) -> Judgement | Unknown:
         return limits
     fix = f"ask for {most}, or lower elastic.max (and min) to what fits"
     return judgement(f"{name} is {limit}, the run has up to {most} {of}",
-                  (limit < fewest, FAIL, "", fix), (limit < most, WARN, "", fix))  # fmt: skip
+                  (limit < fewest, FAIL, "", fix), (limit < most, WARN, "", fix))
 
 
 def _of_accounting(config, owners: Mapping[str, Mapping[str, str]]) -> Iterator[tuple]:
@@ -410,7 +410,7 @@ def _folder(disk: Disk, others: Sequence[str]) -> Judgement:
          f"{' and '.join(others[:2])} may not see it",
          "set ELASTIC_RUNS to a folder on the shared filesystem"),
         (disk.write < SLOW_DISK, WARN, "", "set ELASTIC_RUNS to a faster filesystem"),
-    )  # fmt: skip
+    )
 
 
 def _others(config, here: str, *, nodes) -> list[str]:
@@ -423,7 +423,7 @@ def _others(config, here: str, *, nodes) -> list[str]:
 def _interface(config, others: Sequence[str], *, network) -> Judgement:
     if isinstance(network, Unknown):
         return judgement(network.why, (not others, FAIL, "", network.fix),
-                      (True, WARN, "the master's node may have it", network.fix))  # fmt: skip
+                      (True, WARN, "the master's node may have it", network.fix))
     seen = f"{config.redis.bind}: {network['address']}"
     seen += f" ({network['interface']})" if network["interface"] else ""
     is_hidden = network["address"].startswith("127.") and others
@@ -433,7 +433,7 @@ def _interface(config, others: Sequence[str], *, network) -> Judgement:
          "set redis.bind to an interface that is up, or to auto"),
         (is_hidden, WARN, "other machines cannot reach it",
          f"set redis.bind to the interface that routes to them: {network['routed']}"),
-    )  # fmt: skip
+    )
 
 
 def _clock(clocks: Mapping[str, float]) -> Judgement:
@@ -442,7 +442,7 @@ def _clock(clocks: Mapping[str, float]) -> Judgement:
     seen = (f"{name} {round(skew_s, 1) + 0.0:+} s" for name, skew_s in clocks.items())
     worst_s, fix = max(map(abs, clocks.values())), "run NTP (chrony) on all of them"
     return judgement(", ".join(seen), (worst_s > WRONG_S, FAIL, "", fix),
-                  (worst_s > SKEWED_S, WARN, "", fix))  # fmt: skip
+                  (worst_s > SKEWED_S, WARN, "", fix))
 
 
 # ---- Python, GPUs, cron --------------------------------------------------------------
@@ -452,7 +452,7 @@ def _torch(torch: Mapping[str, Any]) -> Judgement:
     version, import_s = torch["version"], torch["import_s"]
     fix = "put the venv on a faster filesystem, and see ELASTIC_PYTHON"
     return judgement(f"Python {torch['python']}; torch {version}, imported in {import_s:.1f} s",
-                  (import_s > SLOW_IMPORT_S, WARN, "", fix))  # fmt: skip
+                  (import_s > SLOW_IMPORT_S, WARN, "", fix))
 
 
 def _gpus(torch: Mapping[str, Any]) -> Judgement:
@@ -543,4 +543,4 @@ TRIED = (
         (lambda t: t["saved"][0] < t["trained"], FAIL, "ranks lose steps: see the logs"))),
     Check("try shrink", "a job that loses a node goes on with the others", _tried(
         "{shrunk}", (lambda t: t["is_stuck"], WARN, "without it the job ends, and waits"))),
-)  # fmt: skip
+)

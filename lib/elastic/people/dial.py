@@ -89,7 +89,7 @@ def choose(config: Config, model: Model, rates: Rates) -> list[Choice]:
         "compression": (way[0], f"with int8 a round would need {first} steps"),
         "overlap": (way[1], f"without it workers would wait for more than {ENOUGH:.0%} of a"
                             f" round of {most} steps"),
-    }  # fmt: skip
+    }
     return [Choice(f"local_sgd.{name}", *found[name]) for name in DIALLED
             if is_open(config, f"local_sgd.{name}") and found[name][0] != getattr(sgd, name)]
 
@@ -98,7 +98,7 @@ def coded(model: Model, before: str, codec: str) -> Model:
     """The model whose deltas were compressed in one way, with another."""
     ratio = CODED[codec] / CODED[before]
     return replace(model, delta_bytes=round(ratio * model.delta_bytes),
-                   largest_bytes=round(ratio * model.largest_bytes))  # fmt: skip
+                   largest_bytes=round(ratio * model.largest_bytes))
 
 
 def _ways(config: Config) -> list[tuple[str, str]]:

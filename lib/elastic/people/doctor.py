@@ -39,7 +39,7 @@ def report(path: Path | None, overrides: Sequence[str], tell=lambda _: None, mor
     progress: (the part that is done, the probe at work). `more`: further probes, by name."""
     config = configuration.load(path, overrides) if path else configuration.load_site(overrides)
     facts = dict(config=config, path=path, overrides=overrides, clocks={},
-                 here=network.node_name().split(".")[0], cron_line=cron_line())  # fmt: skip
+                 here=network.node_name().split(".")[0], cron_line=cron_line())
     probes = [*PROBES.items(), *more]
     for done, (name, probe) in enumerate(probes):
         tell((done / len(probes), name))
@@ -107,7 +107,7 @@ def _disk(config: Config, clocks: dict[str, float]) -> Disk:
         raise submission.cannot_write(there, f": {error.strerror}") from None
     free, least = os.statvfs(there), config.checkpoint.min_free_bytes
     return Disk(str(there), filesystem_of(there.resolve()), RunDir(there).shortage(least), faults,
-                free.f_bavail * free.f_frsize, write)  # fmt: skip
+                free.f_bavail * free.f_frsize, write)
 
 
 def _faults(folder: Path) -> list[str]:
@@ -187,7 +187,7 @@ def _network(config: Config, *, nodes) -> dict[str, Any]:
         routed = names.get(network.routed("" if address.startswith("127.") else address), "")
     name = names.get(address, "")
     return {"address": address, "interface": name, "up": not name or network.is_up(name),
-            "routed": routed}  # fmt: skip
+            "routed": routed}
 
 
 def _written_off_s(folder: Path) -> float:
@@ -275,7 +275,7 @@ def _look_with_torch() -> dict[str, Any]:
         "import_s": import_s, "gpus": gpus,
         "unfit": not all(is_fit for _, is_fit in examined),
         "problems": [problem for problems, _ in examined for problem in problems],
-    }  # fmt: skip
+    }
 
 
 def _waited_s() -> float:

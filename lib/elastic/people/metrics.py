@@ -86,9 +86,9 @@ def rows(run: RunDir, after: int) -> Iterator[dict]:
     done, the last row comes again, with the last validation."""
     steps = [{**{name: line[name] for name in ("step", "time", "tokens", "loss")},
               "workers": line["world"]}
-             for line in run.lines("metrics.jsonl") if line["tokens"] >= after]  # fmt: skip
+             for line in run.lines("metrics.jsonl") if line["tokens"] >= after]
     versions = [{name: value for name in SERIES if (value := getattr(commit, name)) is not None}
-                for commit in _since(run, after)]  # fmt: skip
+                for commit in _since(run, after)]
     firsts = {row["tokens"]: row for row in reversed(versions + steps)}
     news, row = deque(run.scores.read()), {}
     for tokens, row in sorted(firsts.items()):
@@ -203,4 +203,4 @@ def _package(module: str, name: str, package: str) -> Any:
 
 def _numbers(row: dict) -> dict[str, float]:
     return {name: value for name, value in row.items()
-            if name != "time" and isinstance(value, int | float)}  # fmt: skip
+            if name != "time" and isinstance(value, int | float)}

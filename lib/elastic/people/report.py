@@ -52,7 +52,7 @@ INCIDENTS = (
     EventKind.CHAOS, EventKind.LOST, EventKind.HANG, EventKind.RESTART, EventKind.REJECT,
     EventKind.TAKEN_BACK, EventKind.REDIS_LOST, EventKind.DISK, EventKind.WARNING,
     EventKind.NODES_LOST, EventKind.FAIL,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def incidents(events: Sequence[Mapping]) -> list[Mapping]:
     asked = {job_key(event) for event in events if event["kind"] == EventKind.CANCEL}
     return [event for event in events if event["kind"] in INCIDENTS
             or (event["kind"] == EventKind.END and event["outcome"] in SURPRISES)
-            or (event["kind"] == EventKind.PREEMPT and job_key(event) not in asked)]  # fmt: skip
+            or (event["kind"] == EventKind.PREEMPT and job_key(event) not in asked)]
 
 
 def points(commits: Iterable[Commit], metrics: Iterable[Mapping] = ()) -> list[Point]:
@@ -205,7 +205,7 @@ PANELS: dict[str, Callable[[Any, Contents], None]] = {
     "Jobs (triangle: preempted with notice; cross: without; bar: as asked; dotted: a fault)":
         draw_jobs,
     "What the time of the GPUs went into, from the first job on": draw_goodput,
-}  # fmt: skip
+}
 
 
 # ---- the page
@@ -246,7 +246,7 @@ def _figure(title: str) -> Any:
         "svg.fonttype": "none", "font.family": "sans-serif", "axes.spines.top": False,
         "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
         "date.converter": "concise",
-    })  # fmt: skip
+    })
     return Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
 
 
@@ -255,7 +255,7 @@ def _table(contents: Contents) -> str:
     for event in contents.incidents[-MOST_INCIDENTS:]:
         kind = event.get("fault") or event.get("outcome") or event["kind"]
         rows.append(f"<tr><td>{_clock(event['time'])}<td>{html.escape(kind)}"
-                    f"<td>{html.escape(wording.event_words(event))}")  # fmt: skip
+                    f"<td>{html.escape(wording.event_words(event))}")
     if not rows:
         return "<p>None.</p>"
     return "\n".join(["<table><tr><th>when<th>kind<th>what", *rows, "</table>"])

@@ -44,7 +44,7 @@ WINDOW = 10  # newest versions over which speed is measured
 NO_PASS_S = 360.0  # cron passes every two minutes, scrontab every five
 # A worker that says nothing of itself.
 UNKNOWN = {"attempt": 0, "pid": None, "version": None, "step": 0, "tokens_per_s": 0.0,
-           "loss": None, "state": "unknown", "last_beat_s": None}  # fmt: skip
+           "loss": None, "state": "unknown", "last_beat_s": None}
 ASKED = 8  # in a table the Redis of so many runs is asked
 MOST_ACTIONS = 3  # so many actions of the next pass are named
 
@@ -143,7 +143,7 @@ def _on_top(path: Path, facts: Facts, told: Mapping, base: int, crew: Crew, trou
     if said and (is_at_work or is_said_last):
         speed = round(sum(rank["tokens_per_s"] for rank in crew.workers), 1)
         return goal | {"version": said.get("step"), "tokens": said.get("tokens"),
-                       "loss": said.get("loss"), "tokens_per_s": speed}  # fmt: skip
+                       "loss": said.get("loss"), "tokens_per_s": speed}
     if saved:
         step = {"version": saved.step} if is_sync else {}
         return goal | step | {"tokens": saved.tokens, "loss": saved.loss}
@@ -153,7 +153,7 @@ def _on_top(path: Path, facts: Facts, told: Mapping, base: int, crew: Crew, trou
 def _job(job: Job) -> dict:
     return {"job_id": job.job_id, "role": job.role, "slot": job.slot, "state": job.state,
             "reason": "" if job.reason == "None" else job.reason, "node": job.node,
-            "submitted": job.submitted_at or None}  # fmt: skip
+            "submitted": job.submitted_at or None}
 
 
 def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> Listing:
@@ -170,7 +170,7 @@ def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> L
 
 
 def observe_all(runs: Sequence[RunDir], depth: Depth = Depth.BRIEF, within_s: float = 0.0,
-                is_named: bool = False) -> list[dict]:  # fmt: skip
+                is_named: bool = False) -> list[dict]:
     """`observe` of every run (for a table, `row`), with one question per scheduler, or its
     answer of `within_s` ago. One run alone is looked at as a whole. If a run cannot be read,
     its row says so; an error is raised only if the user named the run (`is_named`), or if no
@@ -207,12 +207,12 @@ def _unread(run: RunDir, trouble: ElasticError | OSError) -> dict:
     state = "unknown" if is_silent else "damaged"
     unknown = dict.fromkeys(("version", "tokens", "tokens_goal", "loss", "tokens_per_s",
                              "inner_steps", "min", "max", "gpus", "validated",
-                             "preemptions_per_h"))  # fmt: skip
+                             "preemptions_per_h"))
     nothing = {name: [] for name in ("losses", "workers", "jobs", "events")}
     return {**unknown, **nothing, "run": run.name, "path": str(run.path), "asked": False,
             "state": state, "reason": str(trouble), "summary": f"{state}: {trouble}",
             "mode": "", "detail": "", "trouble": "", "program": "", "next": "nothing",
-            "unit": "tokens"}  # fmt: skip
+            "unit": "tokens"}
 
 
 def row(look: Look) -> dict:
@@ -220,7 +220,7 @@ def row(look: Look) -> dict:
     newest, control, crew = look.newest, look.facts.control, look.crew
     state, reason = judge(look)
     troubles = (f"slot {worker['slot']}: {worker['trouble']}" for worker in crew.workers
-                if worker.get("trouble"))  # fmt: skip
+                if worker.get("trouble"))
     return {
         "run": look.facts.run, "state": state, "reason": reason,
         "version": newest and newest.version, "tokens": newest.tokens if newest else 0,
@@ -229,7 +229,7 @@ def row(look: Look) -> dict:
         "trouble": next(troubles, crew.crash), **look.on_top,
         "min": control.min, "max": control.max, "gpus": look.gpus,
         "workers": list(crew.workers), "program": crew.program, "asked": look.is_asked,
-    }  # fmt: skip
+    }
 
 
 def observe(run: RunDir, listing: Listing | None = None, depth: Depth = Depth.WHOLE) -> dict:
@@ -258,7 +258,7 @@ def observe(run: RunDir, listing: Listing | None = None, depth: Depth = Depth.WH
         "jobs": list(look.jobs),
         # Without deltas: the event of their round tells enough.
         "events": [event for event in events if event["kind"] != EventKind.DELTA][-EVENTS:],
-    }  # fmt: skip
+    }
     return {**seen, "summary": wording.sentence(seen, upcoming, look.now)}
 
 
@@ -328,7 +328,7 @@ def _upcoming(look: Look) -> str:
     except (ElasticError, KeyError) as error:  # an unread exit record, a role of another version
         return f"nothing: {error!r}"
     words = [f"{each.verb} {each.role} {each.slot} ({each.reason})" for each in plan
-             if each.verb != WAIT]  # fmt: skip
+             if each.verb != WAIT]
     if len(words) > MOST_ACTIONS:
         words[MOST_ACTIONS:] = [f"{len(words) - MOST_ACTIONS} more"]
     waits = reconcile.reasons_of([each for each in plan if each.verb == WAIT])
@@ -354,14 +354,14 @@ def _workers(run: RunDir, facts: Facts, jobs: Sequence[dict]) -> Crew:
         hang += f" end its job {master['job_id']}"
     workers = [{**asdict(slot), "state": membership.state(slot, now, stall_after_s),
                 "last_beat_s": round(max(0.0, now - slot.beat), 3)}
-               for _, slot in sorted(slots.items())]  # fmt: skip
+               for _, slot in sorted(slots.items())]
     return Crew(workers, master.get("reason", ""), silence, hang)
 
 
 def _by_jobs(jobs: Sequence[dict]) -> list[dict]:
     """Workers by their running jobs, without their progress."""
     return [{**UNKNOWN, **{name: job[name] for name in ("slot", "job_id", "node")}}
-            for job in _running(jobs, WORKER)]  # fmt: skip
+            for job in _running(jobs, WORKER)]
 
 
 def _running(jobs: Sequence[dict], role: str) -> list[dict]:
@@ -372,7 +372,7 @@ def _on_record(facts: Facts, jobs: Sequence[dict]) -> list[dict]:
     """Workers by their running jobs, if they have written that they started."""
     records = ((worker, facts.ending(worker["job_id"])) for worker in _by_jobs(jobs))
     return [{**worker, "attempt": record.get("attempt", 0), "node": record.get("node", "")}
-            for worker, record in records if record and record["role"] == WORKER]  # fmt: skip
+            for worker, record in records if record and record["role"] == WORKER]
 
 
 def _ranks(facts: Facts, jobs: Sequence[dict], progress: Mapping, now: float) -> Crew:
@@ -392,7 +392,7 @@ def _ranks(facts: Facts, jobs: Sequence[dict], progress: Mapping, now: float) ->
         state, speed, words = "stalled", 0.0, f"no step since {wording.span(beat_s)}"
     rank = {"attempt": progress["attempt"], "job_id": job["job_id"], "node": job["node"],
             "pid": None, "version": progress["step"], "step": progress["step"], "state": state,
-            "tokens_per_s": speed, "loss": progress["loss"], "last_beat_s": beat_s}  # fmt: skip
+            "tokens_per_s": speed, "loss": progress["loss"], "last_beat_s": beat_s}
     return Crew([{"slot": number, **rank} for number in range(count)], words)
 
 
@@ -413,7 +413,7 @@ def _by_record(facts: Facts, jobs: Sequence[dict], state: str) -> tuple[list[dic
         record = facts.ending(job["job_id"]) or {}
         if record.get("state") == "training":
             rank = {**UNKNOWN, "attempt": record["attempt"], "job_id": job["job_id"],
-                    "node": job["node"], "state": state}  # fmt: skip
+                    "node": job["node"], "state": state}
             return [{**rank, "slot": number} for number in range(record["gpus"])], record
     return [], {}
 
@@ -425,7 +425,7 @@ def _preemptions_per_h(look: Look) -> float:
     """Preemptions in the last half hour, as a rate, by what reconcile passes remember."""
     taken = [end for end in look.memory.ended
              if end.outcome in PREEMPTIONS and end.role != MASTER
-             and end.started_at and look.now - end.at < RECENT_S]  # fmt: skip
+             and end.started_at and look.now - end.at < RECENT_S]
     return len(taken) * 3600 / RECENT_S
 
 

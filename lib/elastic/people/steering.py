@@ -111,7 +111,7 @@ def started_text(run: RunDir, ready: Prepared) -> str:
             f"  its logs:  elastic-logs {run.name} -f\n"
             f"  resize it: elastic-scale {run.name} --max N\n"
             f"  end it:    elastic-stop {run.name}\n"
-            f"  cron line: {cron_line()}")  # fmt: skip
+            f"  cron line: {cron_line()}")
 
 
 def wait_for_end(run: RunDir) -> None:

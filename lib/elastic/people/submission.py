@@ -47,7 +47,7 @@ def check(config: Config, root: Path, is_dry: bool = False) -> list[str]:
         _check_command(config.run)
     lacking = []
     for look in (lambda: _check_root(root, config), lambda: _check_redis(config),
-                 lambda: _check_name(root, config)):  # fmt: skip
+                 lambda: _check_name(root, config)):
         try:
             look()
         except ElasticError as error:
@@ -64,7 +64,7 @@ def described(
     tried. `how`: "--try" that step; "--here": its jobs run here, so what is lacking counts.
     Raises ElasticError with the end of the traceback if the task fails."""
     command = [*PATIENTLY, *torch_program("describe"), *how, str(config), "slurm.partition=any",
-               *settings]  # fmt: skip
+               *settings]
     try:
         trial = subprocess.run(command, capture_output=True, text=True, timeout=TRY_S)
     except subprocess.TimeoutExpired:
@@ -124,7 +124,7 @@ def with_shares(config: Config, model: estimate.Model | None) -> Config:
     return replace(config, slurm=replace(
         slurm, cpus_per_gpu=slurm.cpus_per_gpu or cpus,
         mem_per_gpu=slurm.mem_per_gpu or memory, master_mem=slurm.master_mem or master,
-    ))  # fmt: skip
+    ))
 
 
 def start(config: Config, root: Path, model: estimate.Model | None = None) -> RunDir:

@@ -48,7 +48,7 @@ def tried(config: Config, cluster: Mapping[str, str]) -> dict | Unknown:
     config = submission.with_shares(replace(
         config, slurm=replace(slurm, time=limit, signal=""),
         train=replace(config.train, epochs=1, max_tokens=0),  # a run has one of the two
-    ), None)  # fmt: skip
+    ), None)
     scheduler = sched_slurm.SlurmScheduler()
     given = clean_environment() | {"ELASTIC_TRY": "1"}
     durable.check_private(there := submission.nearest(runs_root()), is_above=True)

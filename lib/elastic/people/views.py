@@ -31,7 +31,7 @@ STATE_STYLES = {
     "waiting": "yellow", "stalled": "yellow", "stopped": "yellow", "loading": "cyan",
     "failed": "red", "damaged": "red", "WRONG": "red", "blocked": "red",
     "OK": "green", "WARN": "yellow", "FAIL": "red", "SKIP": "dim",
-}  # fmt: skip
+}
 LOSS, BEAT = "{:.3f}", "{:.0f}s"
 BARS = "▁▂▃▄▅▆▇█"
 SPARKS, BAR = 40, 16  # columns of a sparkline, and of a bar of progress
@@ -90,7 +90,7 @@ def runs_table(observations: Sequence[dict], height: int = 0) -> RenderableType:
         table.add_row(
             seen["run"], _state(seen["state"]), _number(seen["version"]),
             si(seen["tokens"]), _number(seen["loss"], LOSS), _gpus(seen), seen["reason"],
-        )  # fmt: skip
+        )
     notes = _rest(observations, most)
     if any(seen["workers"] and not seen.get("asked", True) for seen in observations):
         notes.append("workers are counted by their jobs: elastic-status RUN asks them")
@@ -186,7 +186,7 @@ def _workers_table(workers: Sequence[dict], most: int, unit: str) -> list[Render
             *(str(worker[name]) for name in ("slot", "attempt", "job_id", "node")),
             _state(worker["state"]), _number(version), str(worker["step"]),
             si(worker["tokens_per_s"]), _number(worker["last_beat_s"], BEAT),
-        )  # fmt: skip
+        )
     are_well = all(worker["state"] == "training" for worker in telling[most:])
     return [table, *_rest(workers, most, ", none of them slower or in trouble" * are_well)]
 
@@ -219,7 +219,7 @@ def audit_view(run: str, report: dict) -> Iterator[RenderableType]:
         yield table
         yield (f"{report['commits']} versions, {report['deltas']} deltas,"
                f" {report['tokens']:,} {report['unit']},"
-               f" {report['masters']} masters, {report['files']} files")  # fmt: skip
+               f" {report['masters']} masters, {report['files']} files")
     if report.get("gpu_seconds"):
         yield _gpu_seconds(report["gpu_seconds"])
     for version, samples in report.get("taken_back", []):
@@ -236,10 +236,10 @@ def chaos_view(report: dict) -> RenderableType:
     """What faults cost a run: a row per kind, then the sums."""
     kept = [">kept"] if report["kept"] is not None else []  # of the rate before any fault
     table = _table("fault", ">times", ">steps lost", ">next commit after (worst)",
-                   ">all back after (worst)", *kept)  # fmt: skip
+                   ">all back after (worst)", *kept)
     for row in report["kinds"]:
         spans = [" ".join([_number(middle, "{:.1f} s"), f"({_number(worst, '{:.1f}')})"])
-                 for middle, worst in (row["next_commit_s"], row["back_s"])]  # fmt: skip
+                 for middle, worst in (row["next_commit_s"], row["back_s"])]
         spans += [_number(row["kept"], "{:.1%}") for _ in kept]
         table.add_row(row["kind"], str(row["count"]), str(row["steps_lost"]), *spans)
     rate = f"{si(report['tokens_per_s'])} {report['audit'].get('unit', 'tokens')}/s"
@@ -277,14 +277,14 @@ def plan_view(forecast: dict) -> RenderableType:
             "..".join(map(str, sizes)), str(way["inner_steps"] or ""),
             *(f"{way[name]:.1%}" for name in ("goodput", "kept")),
             *(f"{way[name] / whole:.1%}" for name in columns),
-        )  # fmt: skip
+        )
     hours = trace["seconds"] / 3600
     return Group(
         f"{hours:.3g} hours of {trace['nodes']} nodes, up to {trace['most_gpus']} GPUs at a"
         f" time; nodes were taken {trace['taken']} times, at {trace['moments']} moments",
         "", table, "",
         f"take --mode {best['mode']} --max {best['max']}: {best['reason']}",
-    )  # fmt: skip
+    )
 
 
 def _gpu_seconds(ledger: dict[str, float]) -> str:
@@ -302,7 +302,7 @@ def validation_view(comparison: dict, curves: dict) -> RenderableType:
     for row in comparison["verdicts"]:
         table.add_row(row["arm"], LOSS.format(row["loss"]), _number(row["spread"], LOSS),
                       _number(row["gap"], "{:+.3f}"), _number(row["bound"], "{:+.3f}"),
-                      row["words"])  # fmt: skip
+                      row["words"])
     drawn = (f"{arm}: training loss {sparkline(curve)}" for arm, curve in curves.items())
     return Group(*map(Text, drawn), "", table, "", Text(f"runs: {comparison['runs']}"))
 

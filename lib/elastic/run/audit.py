@@ -159,7 +159,7 @@ def taken_back(commits: Sequence[Commit]) -> list[tuple[int, int]]:
     so."""
     reverted = {commit.taken_back for commit in commits}
     return [(commit.version, count(commit.samples)) for commit in commits
-            if commit.version in reverted]  # fmt: skip
+            if commit.version in reverted]
 
 
 def count_epochs(commits: Sequence[Commit], finished: bool, skipped: Sequence[Range]) -> list[dict]:
@@ -199,9 +199,9 @@ def count_epoch(epoch: int, spans: list[Range], size: int, is_over: bool, left_o
 def check_epoch(epoch: dict) -> list[str]:
     """What is wrong with the counts of one epoch."""
     wrong = {"repeated": "committed more than once", "outside": "outside the data set",
-             "missing": "never committed, and the epoch is over"}  # fmt: skip
+             "missing": "never committed, and the epoch is over"}
     return [f"epoch {epoch['epoch']}: {epoch[name]} samples {words}"
-            for name, words in wrong.items() if epoch[name]]  # fmt: skip
+            for name, words in wrong.items() if epoch[name]]
 
 
 def check_files(

@@ -114,10 +114,10 @@ def warnings(model: Model, workers: int, config, rounds: float) -> Iterator[str]
     least = config.checkpoint.min_free_bytes
     if least < version:
         yield (f"the run takes up to {size(space)} of disk, and would start with"
-               f" {size(least)} free: raise checkpoint.min_free")  # fmt: skip
+               f" {size(least)} free: raise checkpoint.min_free")
     if 0 < rounds < 100 and not config.origin("local_sgd.inner_steps").startswith(CHOSEN):
         yield (f"the run has {rounds:.0f} rounds, and the outer optimizer wants a hundred:"
-               " lower local_sgd.inner_steps")  # fmt: skip
+               " lower local_sgd.inner_steps")
 
 
 def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
@@ -144,7 +144,7 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
                    f" {size(held_bytes(model, cores))}"),
         ("counted with", f"{size(rates.process)}/s per process, {size(rates.filesystem)}/s for"
                           f" the filesystem, {cores} cores for the master"),
-    ]  # fmt: skip
+    ]
     if rounds:
         whole = f"{rounds:,.0f} of {per_round:,} tokens each, if all were whole"
         lines.insert(2, ("rounds", whole))

@@ -62,7 +62,7 @@ def work_in(commits: Iterable[Commit], metrics: Iterable[Mapping] = ()) -> list[
     """All work that counts: deltas of local mode, steps of sync mode."""
     deltas = (delta for commit in commits for delta in commit.deltas if delta.delivered)
     work = [Work((d.slot, d.attempt), d.delivered - (d.seconds or 0.0), d.delivered, d.tokens,
-                 d.stall_s or 0.0) for d in deltas]  # fmt: skip
+                 d.stall_s or 0.0) for d in deltas]
     furthest = tokens = 0
     for line in metrics:
         again = line["step"] <= furthest
@@ -114,7 +114,7 @@ def allocations(
     jobs = {job_key(job): job for job in jobs_in(events, endings, now) if job["role"] != "master"}
     names = ("submitted", "started", "ended", "outcome")
     return [Allocation(job.get("gpus", gpus), *(job[name] for name in names), tuple(starts[key]),
-                       notices.get(key)) for key, job in jobs.items()]  # fmt: skip
+                       notices.get(key)) for key, job in jobs.items()]
 
 
 def ledger(jobs: Iterable[Allocation], work: Iterable[Work]) -> dict[str, float]:

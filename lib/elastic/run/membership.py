@@ -65,7 +65,7 @@ def live(
     `most_s` ago. A worker's lease expires long before that; such a lease was written
     without an expiry."""
     return {number: slot for number, slot in slots.items()
-            if slot.attempt == attempts.get(number) and abs(now - slot.beat) <= most_s}  # fmt: skip
+            if slot.attempt == attempts.get(number) and abs(now - slot.beat) <= most_s}
 
 
 def state(slot: Slot, now: float, stall_after_s: float) -> str:

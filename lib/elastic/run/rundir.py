@@ -298,7 +298,7 @@ def registered() -> list[RunDir]:
     looks = [durable.in_background(functools.partial(_run_at, link)) for link in links]
     wait(looks, LOOK_S)
     runs = (look.result() if look.done() else RunDir(link, is_silent=True)
-            for link, look in zip(links, looks, strict=True))  # fmt: skip
+            for link, look in zip(links, looks, strict=True))
     return [run for run in runs if run]
 
 

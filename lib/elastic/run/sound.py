@@ -19,15 +19,15 @@ KINDS = {name: kind for kind, names in (
     (int, "gpus code total_tokens world"),
     (str, "kind role job_id node reason outcome state mode detail fault"),
     (list, "samples"), (dict, "scores"),
-) for name in names.split()}  # fmt: skip
+) for name in names.split()}
 # Fields that are always there; MORE: by an event's kind, or by the state of a job's record.
 ENDING = "job_id role slot time started state"
 SCORES = "scores.jsonl"
 LOGS = {"events.jsonl": "time kind", SCORES: "time tokens scores",
-        "metrics.jsonl": "time step seconds tokens attempt world loss"}  # fmt: skip
+        "metrics.jsonl": "time step seconds tokens attempt world loss"}
 MORE = {"start": "role slot attempt job_id", "ended": "role slot outcome reason", "join": "slot",
         "end": "role slot job_id outcome reason gpus submitted ended", "master": "epoch",
-        "outer-step": "version tokens", "fail": "reason", "reject": "reason"}  # fmt: skip
+        "outer-step": "version tokens", "fail": "reason", "reject": "reason"}
 
 
 class Part:

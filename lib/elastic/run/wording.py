@@ -94,7 +94,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # What a terminal obeys, or what turns the direction of reading: C0 but for tab and end of
 # line, DEL, C1, marks of direction, separators, halves of characters.
 _OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e"
-                     "\u2066-\u2069\ud800-\udfff]")  # fmt: skip
+                     "\u2066-\u2069\ud800-\udfff]")
 RANK = re.compile(r"^\[rank\d+\]: ?")  # as torchrun begins a line
 ERROR = re.compile(r"(?!srun: )\S.*(\berror: |\[Errno |: command not found)|\w*(Error|Exception)\b")
 OURS = re.compile(r"^elastic\.[\w.]+: ")  # the class of an error that says all
@@ -191,7 +191,7 @@ def _doing(seen: Mapping[str, Any]) -> str:
     """What the workers do, if they all do the same; else those that train count."""
     states = {"failing" if each.get("trouble") else each["state"] for each in seen["workers"]}
     words = {"unknown": "nobody says how it goes, on", "loading": "starting on",
-             "failing": "failing on", "stalled": "standing still, with"}  # fmt: skip
+             "failing": "failing on", "stalled": "standing still, with"}
     usual = "training on" if states else "waiting, with"
     return words.get(min(states), usual) if len(states) == 1 else usual
 

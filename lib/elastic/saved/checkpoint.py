@@ -249,7 +249,7 @@ class Checkpoints:
             states.set_state_dict(
                 model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
                 options=states.StateDictOptions(strict=False),
-            )  # fmt: skip
+            )
         params = {_WRAPPER.sub("", name): param for name, param in model.named_parameters()}
         for name, values in saved_state.items():
             keep_types(optimizer.state[params[name]], values)
@@ -328,7 +328,7 @@ def _state(model, optimizer) -> dict:
         _check_sharding(name, model_state[name], values)
         # torch would share a DTensor without dimensions with the training while it writes.
         held[name] = {key: value.clone() if is_sharded(value) and not value.dim() else value
-                      for key, value in values.items()}  # fmt: skip
+                      for key, value in values.items()}
     return {"model": model_state, "optimizer": optimizer_state}
 
 

@@ -58,5 +58,5 @@ def to_local(run: RunDir, commit: Commit, epoch: int) -> tuple[Commit, list[str]
         deltas=trained.deltas, loss=trained.loss, step=saved.step,
         # The next round's loss is not compared with those before the checkpoint's steps.
         running={**(commit.running or {}), "loss": 0.0},
-    ))  # fmt: skip
+    ))
     return run.commits.newest(), refused

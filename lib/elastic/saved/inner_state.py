@@ -64,7 +64,7 @@ def save(
         "states": [[_pack(each.state.get(param, {}), tensors) for param in _params(each)]
                    for each in optimizers],
         "whose": _whose(optimizers), "counted": [_pack(each, tensors) for each in counted],
-    }  # fmt: skip
+    }
     header = {name: json.dumps(value) for name, value in said.items()}
     path = folder / f"{stem}.{rank}.safetensors"
     temporary = folder / f".{path.name}"
@@ -158,7 +158,7 @@ def _count(group: dict, packed: object, tensors: dict) -> None:
 def _whose(optimizers: Sequence) -> list:
     """Which optimizers a state fits: the class of each, and its parameters' shapes."""
     return [[type(optimizer).__name__, [list(param.shape) for param in _params(optimizer)]]
-            for optimizer in optimizers]  # fmt: skip
+            for optimizer in optimizers]
 
 
 def _pack(value: object, tensors: dict) -> object:

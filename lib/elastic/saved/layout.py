@@ -64,7 +64,7 @@ class Layout:
     def to_json(self) -> list[list[tuple]]:
         """What `of` was given, fragment by fragment."""
         return [[(t.name, t.shape, *[True] * t.is_buffer) for t in fragment]
-                for fragment in self.fragments]  # fmt: skip
+                for fragment in self.fragments]
 
     def has_buffers(self, index: int) -> bool:
         """Is it a fragment of buffers? They travel as they are, and are averaged, not

@@ -32,7 +32,7 @@ def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     integers, such as tables and masks, stay as the model's code has made them."""
     kept = model.state_dict(keep_vars=True) if next(model.buffers(), None) is not None else {}
     return {name: buffer for name, buffer in model.named_buffers()
-            if name in kept and (is_float(buffer) or buffer.numel() == 1)}  # fmt: skip
+            if name in kept and (is_float(buffer) or buffer.numel() == 1)}
 
 
 class Statistics:

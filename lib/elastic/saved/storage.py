@@ -33,7 +33,7 @@ RECORDS = {
     "torch.serialization": ["_get_layout"], f"{dcp.__name__}.filesystem": ["_StorageInfo"],
     "pathlib": ["PosixPath"], "pathlib._local": ["PosixPath"],  # Python 3.13's
     dcp.metadata.__name__: [*dcp.metadata.__all__, "_MEM_FORMAT_ENCODING"],
-}  # fmt: skip
+}
 
 
 def file_names(world: int) -> list[str]:

@@ -54,7 +54,7 @@ class VersionDraft(drafts.Draft):
         outer = split(layout, index, params, "param/") | split(layout, index, momentum, "momentum/")
         files = {"params": split(layout, index, published), "outer": outer}
         return [self.write(f"{kind}-{index:02d}.safetensors", *parts_of_file(tensors))
-                for kind, tensors in files.items()]  # fmt: skip
+                for kind, tensors in files.items()]
 
     def commit(self, layout: Layout, files: list[dict], commit: Commit) -> Commit | None:
         """Write the manifest and link the commit, which is to name all files. None if
@@ -129,7 +129,7 @@ def parts_of_file(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryvi
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": KINDS[tensor.dtype], "shape": [*tensor.shape],
-                        "data_offsets": [start, end]}  # fmt: skip
+                        "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text

@@ -78,7 +78,7 @@ class Batches:
         self.set()
 
     def set(self, committed: Iterable[Range] = (), trained: Iterable[Range] = (),
-            skipped: Iterable[Range] = ()) -> None:  # fmt: skip
+            skipped: Iterable[Range] = ()) -> None:
         """Go on as if these samples were done, and no others."""
         self.committed, self.trained = Ranges(committed), Ranges(trained)
         self.skipped = Ranges(skipped)
@@ -119,7 +119,7 @@ class Batches:
         loader = iter(DataLoader(
             self._dataset, batch_sampler=draw(), pin_memory=group.device.type == "cuda",
             **processes(train.loader_workers),
-        ))  # fmt: skip
+        ))
         for first in loader:
             batch, counts = planned.popleft()
             yield Batch(batch, zip(counts, itertools.chain([first], loader), strict=False))

@@ -116,7 +116,7 @@ class Launcher:
         closing, newest = self.program.closing("sync", self.notice), self.run.slots.latest(0)
         end = judge(code=code, error=ranks.error_of(code), closing=closing, told=self._told,
                     notice=self.notice.signal_name, is_own=bool(self.config.run.command),
-                    fenced_by=newest if newest > self.program.attempt else 0)  # fmt: skip
+                    fenced_by=newest if newest > self.program.attempt else 0)
         if end.outcome == Outcome.DONE and not self.run.done():
             done = {"reason": "run.command has ended", "time": time.time()}
             until_written(lambda: self.run.mark_done(done), self.notice.__bool__)
@@ -230,7 +230,7 @@ class Launcher:
         return {**self.program.mark(""), "ELASTIC_ATTEMPT": str(self.program.attempt),
                 "ELASTIC_JOB_ID": self.program.job_id,
                 "ELASTIC_STARTED": str(time.time()), "ELASTIC_RUN_DIR": str(self.run.path),
-                "ELASTIC_NOTICE_S": str(notice_here(self.config) or "")}  # fmt: skip
+                "ELASTIC_NOTICE_S": str(notice_here(self.config) or "")}
 
     def _values(self, resume: str, gpus_per_node: int, meeting: dict[str, str]) -> dict[str, str]:
         """The values of the placeholders in run.command, which it also finds in its
@@ -241,7 +241,7 @@ class Launcher:
                 "resume": resume, "checkpoints": str(self._resume.folder),
                 "master_addr": meeting["MASTER_ADDR"], "master_port": meeting["MASTER_PORT"],
                 "nodes": str(len(self._nodes)), "gpus": str(self.gpus),
-                "gpus_per_node": str(gpus_per_node)}  # fmt: skip
+                "gpus_per_node": str(gpus_per_node)}
 
     def _start_ranks(self, command: list[str], per_node: int, shared: dict[str, str]) -> "Ranks":
         """In a process group of their own, so that a program's own children go with it."""
@@ -251,7 +251,7 @@ class Launcher:
             command = sched_slurm.step_argv(self._nodes, per_node, command, options)
         else:
             places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(per_node)}
-                      for rank in range(per_node)]  # fmt: skip
+                      for rank in range(per_node)]
         folder = config.run.folder if config.run.command else None
         sharers = max(per_node, self.gpus // len(self._nodes))  # torchrun's ranks, too
         ways = {"sharers": sharers, "text": True, "errors": "replace", "process_group": 0}
@@ -322,7 +322,7 @@ class Ranks:
 
     def __init__(self, processes: list[subprocess.Popen], keepalive: Keepalive | None,
                  limit_s: float, resume: Resume, unfit: set[str],
-                 here: Callable[[], set[int]] = set):  # fmt: skip
+                 here: Callable[[], set[int]] = set):
         """`limit_s`: how long they may neither say nor save anything; 0: for ever. `here`:
         returns all their processes, if Slurm does not look after them. `unfit` gets the
         nodes on which a rank finds that it cannot train."""

@@ -28,7 +28,7 @@ _MEDIA = re.compile(
 # What Hugging Face's Trainer, alone or with PEFT or FSDP, writes first; and what it and
 # accelerate write last.
 _OF_TRAINER = {"training_args.bin", "config.json", "adapter_config.json",
-               "adapter_model.safetensors", "pytorch_model_fsdp_0"}  # fmt: skip
+               "adapter_model.safetensors", "pytorch_model_fsdp_0"}
 _WRITTEN_LAST = ("trainer_state.json", "random_states_0.pkl")
 
 
@@ -96,7 +96,7 @@ def _may_hold_state(path: Path) -> bool:
         name = path.resolve().name
         return "." in name and not (_MEDIA.search(name) or _OTHER.search(name))
     return any(not (_MEDIA.search(part.name) or part.suffix in (".txt", ".json"))
-               for part in _below(path))  # fmt: skip
+               for part in _below(path))
 
 
 def _is_whole(path: Path) -> bool:
@@ -164,7 +164,7 @@ class Resume:
         the way to where the ranks died, and again: that is no progress."""
         before = self._at_start if before is None else before
         return any(written > before.get(path, 0) and (path not in before or path == self.path)
-                   for path, written in self.there().items())  # fmt: skip
+                   for path, written in self.there().items())
 
     def choose(self) -> str:
         """Choose the newest checkpoint on which the program has not died at once, else the

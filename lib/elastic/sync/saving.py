@@ -126,10 +126,10 @@ class Saving:
         delta = {"role": "trainer", "slot": 0, "attempt": self._rank.attempt,
                  "job_id": self._rank.job_id, "steps": state.step - state.base_step,
                  "tokens": state.tokens - state.base_tokens, "loss": state.loss,
-                 "samples": samples}  # fmt: skip
+                 "samples": samples}
         extra = {"state": asdict(state), "base_version": state.base_version,
                  "tokens": state.tokens, "loss": state.loss, "samples": samples,
                  "deltas": [delta], "skipped": list(self._batches.skipped),
                  "dataset_samples": self._batches.dataset_samples,
-                 "epochs": 0 if train.max_steps else train.epochs}  # fmt: skip
+                 "epochs": 0 if train.max_steps else train.epochs}
         return state.step, self._model, self._optimizer, extra

@@ -154,7 +154,7 @@ class Trainer:
             rank.event("checkpoint-refused", reason=reason)
         self.saving.choose_cadence()
         rank.event("restore", step=self.state.step, world=rank.group.world, attempt=rank.attempt,
-                   job_id=rank.job_id, load_s=round(time.time() - began, 3), resume=at)  # fmt: skip
+                   job_id=rank.job_id, load_s=round(time.time() - began, 3), resume=at)
 
     def _find_base(self) -> tuple[dict, list[Range]]:
         """Rank 0: the state of the run at the newest version, and the samples of all
@@ -287,9 +287,9 @@ class Trainer:
         line = {"step": state.step, "time": round(time.time(), 3), "loss": state.loss,
                 "norm": norm, "samples": [first * size + start, last * size + stop],
                 "tokens": state.tokens, "world": self.rank.group.world,
-                "attempt": self.rank.attempt, "seconds": round(seconds, 4)}  # fmt: skip
+                "attempt": self.rank.attempt, "seconds": round(seconds, 4)}
         more = {"cadence": self.saving.words, "base_version": state.base_version,
-                "total_tokens": self.batches.total_tokens(state.tokens)}  # fmt: skip
+                "total_tokens": self.batches.total_tokens(state.tokens)}
         self.log.write(line, more)
 
     def _check_health(self) -> None:

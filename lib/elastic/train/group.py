@@ -77,7 +77,7 @@ class Group:
     """`world` ranks; with one, every call is a no-op."""
 
     def __init__(self, rank: int = 0, world: int = 1, device: torch.device | str = "cpu",
-                 timeout_s: float = math.inf):  # fmt: skip
+                 timeout_s: float = math.inf):
         self.rank, self.world, self.device = rank, world, torch.device(device)
         # So long a rank may wait for bytes while the others wait for the rank.
         self.patience_s = min(UNREAD_S, timeout_s / 4)

@@ -81,7 +81,7 @@ class InnerOptimizer:
         if not self._has_others:
             return ""
         return ("the loop or a scheduler sets the learning rate, and so does train.schedule before"
-                f' each batch (peaks {self._peaks}): remove one, or set it to "own"')  # fmt: skip
+                f' each batch (peaks {self._peaks}): remove one, or set it to "own"')
 
     def _notice_others(self) -> None:
         rates = [float(group["lr"]) for group in self.groups[: len(self._rates)]]
@@ -131,7 +131,7 @@ def numbers(group: dict) -> dict:
     """The numbers of a parameter group, except the learning rates."""
     kinds = int | float | torch.Tensor
     return {name: value for name, value in group.items() if name not in RATES
-            and isinstance(value, kinds) and not isinstance(value, bool)}  # fmt: skip
+            and isinstance(value, kinds) and not isinstance(value, bool)}
 
 
 class Probe:

@@ -41,7 +41,7 @@ def processes(count: int) -> dict:
     get_temp_dir()  # so theirs is the one that `device.leave` removes
     # By fork, as data sets need not be picklable.
     return {"num_workers": count, "worker_init_fn": shield_workers,
-            "multiprocessing_context": "fork"}  # fmt: skip
+            "multiprocessing_context": "fork"}
 
 
 class Loader:
@@ -58,7 +58,7 @@ class Loader:
             persistent_workers=workers > 0, **processes(workers),
             # It takes no random numbers of the loop's.
             generator=torch.Generator().manual_seed(torch.initial_seed()),
-        )  # fmt: skip
+        )
 
     def plan(self, queue: list[Range]) -> None:
         """These are the samples to come, for all ranks together."""

@@ -123,7 +123,7 @@ def update_of(weight: torch.Tensor, matrix_rows: list[int]) -> torch.Tensor:
 
 def update_rows(rows: Sequence[torch.Tensor], shapes: Sequence[torch.Size],
                 stacked: Sequence[list[int]],
-                group: dist.ProcessGroup) -> list[torch.Tensor]:  # fmt: skip
+                group: dist.ProcessGroup) -> list[torch.Tensor]:
     """`update_of` weights of these shapes, at most as many as the group has ranks: this
     rank's rows of them, cut as FSDP2 does, for those that it brings. Collective."""
     world, rank = group.size(), group.rank()
@@ -225,4 +225,4 @@ def _adamw(parameters, train) -> EagerAdamW:
         [group for group in groups if group["params"]],
         lr=train.learning_rate, betas=(train.beta1, train.beta2),
         fused=True if all(p.is_cuda for p in parameters) else None,
-    )  # fmt: skip
+    )

@@ -146,7 +146,7 @@ def score(
         unit.unshard()
         unit.reshard()
     hooks = [model.register_forward_pre_hook(lambda *_: before_pass()),
-             model.register_forward_hook(lambda *_: drop_copies(model))]  # fmt: skip
+             model.register_forward_hook(lambda *_: drop_copies(model))]
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
     try:

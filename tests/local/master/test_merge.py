@@ -137,7 +137,7 @@ def test_two_deltas_weigh_as_one_of_all_their_tokens(open_rounds):
     whole, halves = open_rounds(start, *DILOCO), open_rounds(start, *DILOCO)
     whole.close([whole.deliver(0, local, 512), whole.deliver(2, other, 256)])
     halves.close([halves.deliver(0, local, 256), halves.deliver(1, local, 256),
-                  halves.deliver(2, other, 256)])  # fmt: skip
+                  halves.deliver(2, other, 256)])
     assert torch.allclose(whole.theta, halves.theta, rtol=0, atol=1e-6)
 
 
@@ -161,7 +161,7 @@ def test_a_worker_without_tokens_never_changes_the_result_or_the_divisor(open_ro
 def test_fifty_rounds_equal_torch_sgd_on_the_weighted_mean(open_rounds):
     """In float64 beside it; a new master takes over in the middle, and again near the end."""
     runs = open_rounds(torch.randn(SIZE), *DILOCO, "local_sgd.thin_rounds=false",
-                       "local_sgd.clip_norm=0")  # fmt: skip
+                       "local_sgd.clip_norm=0")
     reference = runs.theta.double().requires_grad_()
     sgd = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
     for number in range(50):
@@ -462,7 +462,7 @@ def test_an_inner_state_goes_when_nobody_would_begin_with_it(open_rounds):
     """Slots that are used no more, as after a smaller --max, kept theirs for ever."""
     runs = open_rounds(torch.zeros(SIZE), "local_sgd.inner_state_max_age=3")
     names = ["inner-000001.1.0.safetensors", ".inner-000008.2.1.safetensors",
-             "inner-000009.2.0.safetensors", ".inner-000012.3.0.safetensors"]  # fmt: skip
+             "inner-000009.2.0.safetensors", ".inner-000012.3.0.safetensors"]
     for name in (*names, "inner-copy.safetensors", "inner.json"):
         (runs.run.slots.path(7) / name).touch()
     runs.averager.clean_up(12, [])

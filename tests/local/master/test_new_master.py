@@ -154,7 +154,7 @@ def test_a_delta_that_is_unreadable_when_it_is_to_be_merged_holds_no_round_open(
     one.close()
     assert rejected() == ["unreadable"]
     came = [event["slot"] for event in run.events()
-            if event["kind"] == "delta" and event["base"] == 0]  # fmt: skip
+            if event["kind"] == "delta" and event["base"] == 0]
     assert came.count(1) == 1  # it was checked again, and came once
     assert [slot for slot, *_ in merged(run, 1)] == [0, 1]  # it has delivered the delta again
 
@@ -271,9 +271,9 @@ def test_commits_are_read_while_the_master_before_still_works(run, monkeypatch):
     one, known, read = Turns(run), [], []
     claim, of = type(run.masters).claim, type(run.commits).known
     monkeypatch.setattr(type(run.masters), "claim", lambda masters, record: (
-        known.append(one.samples.known), claim(masters, record))[1])  # fmt: skip
+        known.append(one.samples.known), claim(masters, record))[1])
     monkeypatch.setattr(type(run.commits), "known", lambda commits, version: (
-        read.append(version), of(commits, version))[1])  # fmt: skip
+        read.append(version), of(commits, version))[1])
     one.take_over()
     assert (known, read) == ([1], [0])
     one.samples.known = 7

@@ -27,7 +27,7 @@ from stores import BothSides
 
 SLOT = 7
 LEASE = {"job_id": "fake", "node": "here", "pid": 1, "state": "loading", "version": 0, "step": 0,
-         "steps_total": 0, "loss": 0.0, "tokens_per_s": 0.0}  # fmt: skip
+         "steps_total": 0, "loss": 0.0, "tokens_per_s": 0.0}
 
 
 BATCH = 16
@@ -56,12 +56,12 @@ class Fake:
         key = (self.slot, self.attempt, self.base)
         transport = Transport(self.run.run)
         parts = [transport.put(key, i, memoryview(data))
-                 for i, data in enumerate(self.bytes)]  # fmt: skip
+                 for i, data in enumerate(self.bytes)]
         whole = Header(
             run=self.run.run.key, slot=self.slot, attempt=self.attempt, job_id="fake",
             base=self.base, layout=self.run.run.commits.of(0).layout, codec="none", steps=1,
             tokens=BATCH, samples=self.samples(), loss=0.1, first_loss=0.1, fragments=tuple(parts),
-        )  # fmt: skip
+        )
         return asdict(whole) | changes
 
     def offer(self, body: dict | str) -> None:
@@ -86,7 +86,7 @@ def shared(tmp_path_factory) -> Iterator[Running]:
                 "local_sgd.min_deadline": "10m", "local_sgd.max_staleness": 1,
                 "health.stall_after": "10m", "checkpoint.keep": 50,
                 "train.batch_size": BATCH,  # a round's loss is that of 160 samples
-                "elastic.max_failures": 50}  # fmt: skip
+                "elastic.max_failures": 50}
     with running(tmp_path_factory.mktemp("run"), settings, samples=400_000) as run:
         yield run
         run.pace(2)
@@ -230,7 +230,7 @@ def test_a_delta_that_is_one_version_late_is_merged_and_counts_once(fake: Fake):
     run.go_on()
     run.versions(1)
     deltas = [d for commit in run.commits() for d in commit.deltas
-              if (d.slot, d.attempt) == (SLOT, fake.attempt)]  # fmt: skip
+              if (d.slot, d.attempt) == (SLOT, fake.attempt)]
     assert [(delta.base, delta.loss) for delta in deltas] == [(fake.base, 0.1)]
     newer = run.run.slots.claim(SLOT, {"job_id": "newer"})
     assert fake.store.lease(SLOT, newer, LEASE, 600.0)

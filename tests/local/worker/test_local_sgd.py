@@ -130,7 +130,7 @@ class Worker:
         self.exchange = SimpleNamespace(
             group=Group(), adopt=lambda commit, fetched: None,
             replica=SimpleNamespace(restore=lambda: None),
-        )  # fmt: skip
+        )
         moments = SimpleNamespace(begin=lambda version: None, origin="fresh", save_s=1.0)
         self.deliver = Delivery(self.hand, self.exchange, moments)
         model = torch.nn.Linear(1, 1)
@@ -141,7 +141,7 @@ class Worker:
 
 
 @pytest.mark.parametrize(("reason", "kept"), [("samples: already committed", False),
-                                              ("altered: 3 bytes", True)])  # fmt: skip
+                                              ("altered: 3 bytes", True)])
 def test_samples_that_came_with_those_of_others_are_not_trained(reason, kept):
     verdict = {"base": 5, "rule": reason.partition(":")[0], "reason": reason}
     worker = Worker(5, SimpleNamespace(take_verdict=lambda *_: verdict, offered=lambda *_: False))
@@ -154,7 +154,7 @@ def test_samples_that_came_with_those_of_others_are_not_trained(reason, kept):
 HEADER = Header(
     run="a", slot=0, attempt=1, job_id="7", base=5, layout="l", codec="none", steps=1,
     tokens=2, samples=((0, 0, 2),), loss=0.0, first_loss=0.0, fragments=(),
-)  # fmt: skip
+)
 
 
 def worker_that_has_delivered(store: object = None) -> Worker:
@@ -442,7 +442,7 @@ def test_who_hangs_up_does_not_close_a_line_that_another_thread_uses():
     ("codes", "left", "said"),
     [((-15, None), {9}, None), ((143, None), {9}, None), ((143, 0), set(), -15),
      ((-15, 1), {9}, 1), ((255, None), {9}, 255), ((0, 0), {9}, 0), ((0, None), {9}, None)],
-)  # fmt: skip
+)
 def test_a_launcher_that_dies_of_the_notice_has_not_crashed(monkeypatch, codes, left, said):
     """As it is (-15), or as a shell tells of its child's death (143)."""
     monkeypatch.setattr(agent.proc, "send", lambda *_: None)

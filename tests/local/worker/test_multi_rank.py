@@ -26,7 +26,7 @@ from tiny_task import Masked
 
 EXACT = {"local_sgd.outer_lr": 1.0, "local_sgd.outer_momentum": 0.0, "checkpoint.keep_every": 1,
          "local_sgd.thin_rounds": False, "local_sgd.clip_norm": 0.0,
-         "local_sgd.min_deadline": "1h"}  # fmt: skip
+         "local_sgd.min_deadline": "1h"}
 ONE = {**EXACT, "train.batch_size": 8}
 TWO = {**EXACT, "slurm.gpus_per_worker": 2, "elastic.min": 2, "elastic.max": 2}
 TWO_BATCHES = {**TWO, "train.batch_size": 2, "train.accumulate": 2}
@@ -46,7 +46,7 @@ def test_two_ranks_of_two_batches_deliver_the_delta_of_one_and_score_it_together
     for name, settings in (("one", ONE), ("two", TWO_BATCHES)):
         (tmp_path / name).mkdir()
         settings = {**settings, "train.optimizer": "muon", "run.task": "tiny_task:Masked",
-                    "train.validate_every": 5}  # fmt: skip
+                    "train.validate_every": 5}
         with running(tmp_path / name, settings, samples=91, step_s=0) as run:
             run.finish(120)
             found.append([parameters(run, version) for version in range(3)])
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_for_a_rank_that_does_not_lead_is_told_of_until_it_i
 def test_two_ranks_train_a_refused_round_again_survive_a_kill_and_leave_on_notice(tmp_path: Path):
     settings = {**TWO, "elastic.max_failures": 50, "local_sgd.inner_steps": 10,
                 "local_sgd.inner_state_max_age": 1000, "train.schedule": "constant",
-                "local_sgd.min_deadline": "1s"}  # fmt: skip
+                "local_sgd.min_deadline": "1s"}
     with running(tmp_path, settings, samples=10**6, step_s=0.05) as run:
         run.workers(1)
         go_back_to_the_base(run)

@@ -41,7 +41,7 @@ def replica():
     for index, numel in enumerate(layout.numels):
         replica.adopt(index, torch.randn(numel).bfloat16())
     return SimpleNamespace(model=model, layout=layout, it=replica,
-                           indices=range(len(layout.fragments)))  # fmt: skip
+                           indices=range(len(layout.fragments)))
 
 
 @torch.no_grad()
@@ -76,12 +76,12 @@ def test_steps_ahead_on_a_version_that_is_taken_back_are_not_kept(taken_back):
     exchange = SimpleNamespace(
         group=Group(), rebase=lambda deltas, fetched: rebased.append(deltas), fetch=lambda _: [],
         adopt=lambda commit, fetched: adopted.append(commit.version),
-    )  # fmt: skip
+    )
     news = SimpleNamespace(version=11, over=False)
     line = SimpleNamespace(
         commit=lambda version: commit_of(version, taken_back=taken_back), notice=None,
         say=lambda **_: None, wait=lambda _: news,
-    )  # fmt: skip
+    )
     hand = InHand(line, None)
     hand.round, hand.queue = WorkerRound(10, 0.0, steps=4), [(0, 8, 9)]
     ahead = WorkerRound(10, 0.0, steps=3, samples=[(0, 4, 7)])

@@ -20,7 +20,7 @@ def test_the_examples_learn_through_a_kill(tmp_path: Path, script: str, batch: i
     """`bound`: of the first version's loss that is left."""
     settings = {"run.command": [sys.executable, str(EXAMPLES / script)], "train.epochs": 100,
                 "train.batch_size": batch, "elastic.max": 1, "local_sgd.inner_steps": 10,
-                "local_sgd.compression": "int8", "train.warmup_fraction": 0.0}  # fmt: skip
+                "local_sgd.compression": "int8", "train.warmup_fraction": 0.0}
     with running(tmp_path, settings) as run:
         run.versions(2, 60)
         killed, first = run.kill(script), run.run.commits.of(1).loss
@@ -104,7 +104,7 @@ time.sleep(3600)
 def test_programs_that_never_join_their_run_end_with_it(tmp_path: Path):
     """They stayed for health.master_wait, and elastic-stop --wait with them."""
     settings = {"run.command": [sys.executable, "-c", STRANGER], "elastic.max": 3,
-                "health.master_wait": "1h", "local_scheduler.grace": "1s"}  # fmt: skip
+                "health.master_wait": "1h", "local_scheduler.grace": "1s"}
     with running(tmp_path, settings) as run:
         logs = [run.run.log_path("worker", slot) for slot in range(3)]
 

@@ -179,7 +179,7 @@ def test_a_network_with_batch_norm_survives_a_kill_and_ends_with_its_statistics(
             values = read_params(run.run, commits[-1], layout, index).float()
             found |= {t.name: values[t.start : t.start + t.numel].view(t.shape) for t in fragment}
     assert sum(commit.tokens - before.tokens for before, commit
-               in zip(commits, commits[1:], strict=False)) == 603  # fmt: skip
+               in zip(commits, commits[1:], strict=False)) == 603
     said = told(tmp_path)
     assert {size for each in said.values() for size in each["sizes"]} == {4}
     assert "table" not in found
@@ -241,7 +241,7 @@ def test_a_batch_of_padding_alone_has_no_loss_and_spoils_none(tmp_path: Path):
     """The deltas with such a batch were refused, again and again, until the run failed. A round of
     nothing else was waited for without an end."""
     settings = {"run.task": "tiny_task:Masked", "train.batch_size": 1, "elastic.max": 1,
-                "local_sgd.inner_steps": 2, "local_sgd.min_deadline": "1h"}  # fmt: skip
+                "local_sgd.inner_steps": 2, "local_sgd.min_deadline": "1h"}
     with running(tmp_path, settings, samples=60, step_s=0) as run:
         run.finish()
         assert not run.events("reject")
@@ -336,9 +336,9 @@ def test_the_state_of_every_optimizer_comes_back(tmp_path: Path, kind):
     def make(model: nn.Module) -> list:
         if kind == "gan":
             return [torch.optim.Adam(model.generator.parameters()),
-                    torch.optim.RMSprop(model.critic.parameters())]  # fmt: skip
+                    torch.optim.RMSprop(model.critic.parameters())]
         return [Nested(model.parameters(), lr=0.1) if kind == "nested"
-                else kind(model.parameters())]  # fmt: skip
+                else kind(model.parameters())]
 
     run, model = RunDir(tmp_path), Net()
     (tmp_path / "slots").mkdir()
@@ -507,7 +507,7 @@ def loader(dataset: Dataset, workers: int, **settings) -> Loader:
     config = SimpleNamespace(
         train=SimpleNamespace(**train), run=SimpleNamespace(seed=0),
         step_samples=train["batch_size"] * train["accumulate"],
-    )  # fmt: skip
+    )
     return Loader(dataset, default_collate, config, CPU, pin=False)
 
 

@@ -110,7 +110,7 @@ class Intake:
             (delta.base, f"{delta.slot}:{delta.attempt}")
             for commit in run.commits.all(versions[0], newest)
             for delta in commit.deltas if delta.base is not None
-        }  # fmt: skip
+        }
         for base, name in merged:
             self.server.store.drop_offers(base, [name])
         for base in versions:

@@ -233,11 +233,11 @@ class Master:
             max_staleness=settings.max_staleness, attempts=self.server.attempts,
             reverted=frozenset(self.samples.reverted), most_steps=settings.inner_steps,
             most_samples=settings.inner_steps * self.config.step_samples,
-        )  # fmt: skip
+        )
         round_ = OpenRound(
             commit=commit, opened=self.server.now(), is_own=commit.master_epoch == self.epoch,
             ledger=self.samples.ledger, facts=facts, settings=settings, paces_s={},
-        )  # fmt: skip
+        )
         is_first = self.epoch == 1 and not self.commit
         self.begin_round(round_)
         # Only now, as it hears workers from here on: to load all of that may take minutes.
@@ -259,7 +259,7 @@ class Master:
         most = self.config.train.max_tokens
         if self.samples.ledger.complete or (most and self.commit.tokens >= most):
             reached = {"version": self.commit.version, "tokens": self.commit.tokens,
-                       "time": time.time()}  # fmt: skip
+                       "time": time.time()}
             self.journal.written(self.run.mark_done, reached)
             self.state = "done"
             self.run.event("done", **reached)
@@ -272,7 +272,7 @@ class Master:
         if self.intake:
             said = self.intake.round.said(self.server.workers, self.server.now())
         said |= {"state": self.state, "node": node_name(), "job_id": self.program.job_id,
-                 "reason": self.journal.reason}  # fmt: skip
+                 "reason": self.journal.reason}
         self.server.store.set_master(self.epoch, said, wake)
 
     def answer(self, asks: Iterable[Ask], slots: dict[int, Slot], now: float) -> None:
@@ -343,7 +343,7 @@ class Master:
                 "outer-step", version=commit.version, tokens=commit.tokens,
                 loss=commit.loss, workers=commit.workers,
                 seconds=round(self.intake.round.opened - before.opened, 3), reason=reason,
-            )  # fmt: skip
+            )
             for base, names in before.seen.items():
                 self.server.store.drop_offers(base, names)
         self.averager.clean_up_later(commit.version, list(before.accepted))

@@ -62,7 +62,7 @@ def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[list[Pa
         "clipped": sum(clip < 1 for _, clip in shares),
         "running": asdict(running.after(told, total, rounds.round_loss(told, base))),
         "bytes": sum(part.bytes for each in deltas for part in each.header.fragments),
-    }  # fmt: skip
+    }
 
 
 @dataclass
@@ -87,7 +87,7 @@ class OpenRound:
     def __post_init__(self):
         # A new master knows no paces but those of the newest commit.
         told = {delta.slot: delta.seconds / delta.steps
-                for delta in self.commit.deltas if delta.seconds}  # fmt: skip
+                for delta in self.commit.deltas if delta.seconds}
         self.paces_s |= told | self.paces_s
 
     @property
@@ -187,7 +187,7 @@ class OpenRound:
     def decide(
         self, present: dict[int, Slot], live: Collection[int], preparing: int,
         open_at: float, now: float,
-    ) -> tuple[Move, str]:  # fmt: skip
+    ) -> tuple[Move, str]:
         """Wait, call or close, and why. The round waits for each of `present`, except a
         worker whose single step takes longer than the deadline: its delta would be late
         anyhow. `preparing` deltas are being checked."""
@@ -202,7 +202,7 @@ class OpenRound:
             answered=frozenset(slot for slot, worker in present.items()
                                if (slot, worker.attempt, self.version) in self.answered),
             accepted=len(self.accepted), preparing=preparing, due_s=due_s,
-        )  # fmt: skip
+        )
         move, reason = rounds.decide(view, self.settings, now)
         if move is Move.CALL:
             self.called = now
@@ -238,7 +238,7 @@ class OpenRound:
             deltas=deltas, workers=len({delta.slot for delta in deltas}) or newest.workers,
             loss=loss / told if told else None if tokens else newest.loss,
             rejected=dict(self.rejected),
-        )  # fmt: skip
+        )
 
     def _total_tokens(self, tokens: int, deltas: Sequence[Delta]) -> int:
         """How many tokens the run will have had: if it counts epochs, as many a sample as
@@ -256,6 +256,6 @@ class OpenRound:
         for key in list(self.accepted):
             finish(key)
         facts = replace(self.facts, version=commit.version,
-                        reverted=self.facts.reverted | reverted)  # fmt: skip
+                        reverted=self.facts.reverted | reverted)
         kept = (self.ledger, facts, self.settings, self.paces_s)
         return OpenRound(commit, now, True, *kept)

@@ -129,7 +129,7 @@ def _start(run: RunDir, config: Config, host: str, epoch: int, tls: bool) -> Red
         process = subprocess.Popen(
             [program, "-"], cwd=folder, stdin=said, stdout=output, stderr=output,
             preexec_fn=die_with_parent,
-        )  # fmt: skip
+        )
     server = RedisServer(process, endpoint, folder)
     if _answers(run, server):
         return server
@@ -182,7 +182,7 @@ def _make_certificate(folder: Path, address: str) -> str:
         "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
         "-addext", f"subjectAltName=IP:{address}",
         "-keyout", str(key), "-out", str(certificate),
-    ]  # fmt: skip
+    ]
     try:
         subprocess.run(command, check=True, timeout=START_S, **HEARD)
     except (OSError, subprocess.SubprocessError) as error:

@@ -69,7 +69,7 @@ class Samples:
         """Samples of workers that are gone are free again, and of those whose node has
         refused to write since before `blocked_at`: it may do so for ever."""
         alive = {(worker.slot, worker.attempt) for worker in slots.values()
-                 if worker.state != "blocked" or worker.moved > blocked_at}  # fmt: skip
+                 if worker.state != "blocked" or worker.moved > blocked_at}
         for owner in [owner for owner in self.ledger.held if owner not in alive]:
             self.ledger.give_back(owner)
             self.granted.pop(owner, None)

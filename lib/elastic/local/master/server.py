@@ -162,7 +162,7 @@ class Server:
                 slots[slot] = replace(worker, joined=min(known.joined, worker.joined))
             else:
                 self.run.event("join", slot=slot, attempt=worker.attempt,
-                               node=worker.node, job_id=worker.job_id)  # fmt: skip
+                               node=worker.node, job_id=worker.job_id)
         self.workers |= slots
         return slots
 
@@ -172,4 +172,4 @@ class Server:
             worker = self.workers.pop(slot)
             if not self._has_left(worker):
                 self.run.event("lost", slot=slot, attempt=worker.attempt, job_id=worker.job_id,
-                               node=worker.node, steps=worker.step)  # fmt: skip
+                               node=worker.node, steps=worker.step)

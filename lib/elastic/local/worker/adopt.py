@@ -81,7 +81,7 @@ def first_commit(layout: Layout, config: Config, samples: int, per_sample: int) 
     return Commit(
         version=0, master_epoch=0, time=time.time(), layout=layout.hash, dataset_samples=samples,
         epochs=train.epochs, total_tokens=total, tokens=0, samples=(), deltas=(), workers=1,
-    )  # fmt: skip
+    )
 
 
 class Adoption:

@@ -50,7 +50,7 @@ NOTICE_LAG_S = 1.0  # how much later than the training process the agent may get
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
 # The report of a training process that has not said anything yet.
 SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
-          "step_s": 0.0, "tokens_per_s": 0.0, "trouble": "", "moves": 0}  # fmt: skip
+          "step_s": 0.0, "tokens_per_s": 0.0, "trouble": "", "moves": 0}
 
 MOVING = ("state", "step", "version", "moves")  # if none of them changes it may hang
 
@@ -314,7 +314,7 @@ class Agent:
             "ELASTIC_NOTICE_S": str(self.notice.window_s), "GLOO_SOCKET_IFNAME": "lo",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
             "ELASTIC_RENDEZVOUS": f"{places}{rendezvous}",
-        }  # fmt: skip
+        }
         files = (writer, rendezvous)
         processes = [self._start_rank(rank, shared, files) for rank in range(ranks)]
         return Training(processes, reader, files=files, family=program.family)
@@ -322,7 +322,7 @@ class Agent:
     def _start_rank(self, rank: int, shared: dict, files: tuple[int, ...]) -> subprocess.Popen:
         program, own = self.program, {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         names = {"python": sys.executable, "run": str(program.run.path),
-                 "slot": str(program.slot), "attempt": str(program.attempt)}  # fmt: skip
+                 "slot": str(program.slot), "attempt": str(program.attempt)}
         words = expand(self.config.run.command, names) or torch_program("worker")
         folder = self.config.run.folder if self.config.run.command else None
         command = [*self.config.slurm.rank_prefix, *words]
@@ -435,7 +435,7 @@ class Agent:
             "slot": program.slot, "attempt": program.attempt, "job_id": program.job_id,
             "node": node_name(), "pid": training.processes[0].pid,
             **{name: report[name] for name in SILENT}, "trouble": trouble or failure,
-        }  # fmt: skip
+        }
 
 
 def _as_signal(code: int) -> int:

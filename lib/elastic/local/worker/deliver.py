@@ -83,7 +83,7 @@ class Delivery:
             loss=done.mean_loss, first_loss=done.first_loss, fragments=tuple(fragments),
             inner=self._moments.origin, seconds=round(time.monotonic() - done.started, 3),
             stall_s=round(done.stall_s, 4), lr_sum=done.lr_sum,
-        )  # fmt: skip
+        )
 
     def keep_offered(self, done: WorkerRound) -> bool:
         """Rank 0: offer the delta again if a new server does not know it. False: it was

@@ -68,7 +68,7 @@ class Place:
             RunDir(Path(folder)), int(env("ELASTIC_SLOT")), int(env("ELASTIC_ATTEMPT")),
             env("ELASTIC_JOB_ID", ""), int(env("RANK", "0")), int(env("WORLD_SIZE", "1")),
             _opened(env("ELASTIC_PROGRESS")), float(env("ELASTIC_NOTICE_S") or KILL_WAIT_S),
-        )  # fmt: skip
+        )
 
 
 def _opened(path: str | None) -> int:

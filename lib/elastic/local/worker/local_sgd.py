@@ -235,7 +235,7 @@ class LocalSGD:
         self._count(math.nan, 0, rate=0.0)
         self._statistics.put_back()
         self.line.warn("a step was skipped, as for a gradient that is not finite: its samples"
-                       " are left out")  # fmt: skip
+                       " are left out")
 
     def _count(self, loss: torch.Tensor | float, tokens: int | None, rate: float) -> None:
         if not self._hand.commit:
@@ -254,7 +254,7 @@ class LocalSGD:
             state="training", version=hand.round.base, step=hand.round.steps,
             loss=loss if losses else hand.round.mean_loss, steps_total=hand.steps_total,
             step_s=round(hand.step_s, 3), tokens_per_s=round(hand.tokens_per_s, 1),
-        )  # fmt: skip
+        )
 
     def _own_tokens(self, told: int | None) -> float:
         """The tokens of this rank's batches of the step, with those that fill them up."""
@@ -262,5 +262,5 @@ class LocalSGD:
             return self.expected_tokens
         if not (0 <= told < math.inf and int(told) == told):
             raise ElasticError(f"sgd.step(loss, tokens): {told} is no count of tokens",
-                               "give those of the step's own batches")  # fmt: skip
+                               "give those of the step's own batches")
         return float(told)
