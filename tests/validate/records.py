@@ -10,8 +10,8 @@ best learning rate for each size of the model, which `--tune` finds on a seed th
 Processes share a GPU where there is one.
 
 Workers and master are played in one process (simulator.py) by the product's own training loop,
-replica, codec, cold start, weights and outer step; tests/test_trace.py shows that this gives the
-bits of real processes. What ran is kept in build/records.jsonl, and not run again.
+replica, codec, cold start, weights and outer step; tests/whole/test_trace.py shows that this gives
+the bits of real processes. What ran is kept in build/records.jsonl, and not run again.
 
 The table: final validation loss in nats per byte, mean over the seeds; its paired difference from
 synchronous AdamW with the one-sided 95 % bound above it; versions made; bytes that all workers send
