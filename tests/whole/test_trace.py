@@ -182,9 +182,10 @@ def test_the_processes_end_in_exactly_the_parameters_of_the_simulator(recorded):
     assert differs(recorded) == 0
 
 
-def test_adamw_and_validations_on_the_way_end_there_too(tmp_path):
-    """The recorded run has the default, Muon."""
-    settings = {"elastic.max": 1, "train.optimizer": "adamw", "train.validate_every": STEPS}
+def test_adamw_a_cold_start_int4_and_validations_on_the_way_end_there_too(tmp_path):
+    """The recorded run has Muon and int8, the defaults, and no cold start."""
+    settings = {"elastic.max": 1, "train.optimizer": "adamw", "train.validate_every": STEPS,
+                "local_sgd.cold_start": 0.35, "local_sgd.compression": "int4"}
     with at_work(tmp_path, settings, samples=300) as run:
         run.finish()
         assert len(run.run.scores.read()) > 1
