@@ -165,9 +165,10 @@ class Run:
         self.version, self.present = self.version + 1, len(sent)
 
     def step(self, sent: list, deltas: list[Delta], steps: int) -> None:
-        shares = rounds.weights_and_clips(deltas, self.version, 2.0, self.running.reach)
-        total = sum(weight for weight, _ in shares)
-        parts = [(weight / total, clip) for weight, clip in shares]
+        weights = rounds.weights(deltas, self.version)
+        clips = rounds.clips(deltas, 2.0, self.running.reach)
+        total = sum(weights)
+        parts = [(weight / total, clip) for weight, clip in zip(weights, clips, strict=True)]
         self.told.clips.append(sum(part * clip for part, clip in parts))
         self.told.faulty_clips += [
             clip for (_, clip), each in zip(parts, sent, strict=True) if each[4]

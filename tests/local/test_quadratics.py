@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from elastic.local import rounds
-from elastic.local.rounds import Reach
 from elastic.saved import merge
 from elastic.saved.layout import Layout
 from merging import Outer
@@ -55,12 +54,12 @@ def train(problem, versions, start=None, deltas=Problem.deltas, tokens=None, for
         sent = deltas(problem, history[base])
         counts = tokens or problem.tokens
         told = [moved(1.0, tokens=tokens, base=base) for tokens in counts]
-        shares = rounds.weights_and_clips(told, version, 0.0, Reach())
-        total = sum(weight for weight, _ in shares)
+        weights = rounds.weights(told, version)
+        total = sum(weights)
         anchor = history[base] if base < version else None
         terms = [
             merge.Term([(0, delta)], weight / total, anchor)
-            for delta, (weight, _) in zip(sent, shares, strict=True)
+            for delta, weight in zip(sent, weights, strict=True)
         ]
         if forget:
             outer = Outer(LAYOUT, [theta], [torch.zeros(SIZE)], problem.mu)

@@ -527,7 +527,8 @@ def moved(norm: float, steps: int = 20, lr: float = 1e-3, tokens=0, base=7) -> D
 def shares(headers, norms, clip=2.0, running=NEVER):
     deltas = [moved(norm, each.steps, tokens=each.tokens, base=each.base)
               for norm, each in zip(norms, headers, strict=True)]
-    return rounds.weights_and_clips(deltas, 7, clip, running.reach)
+    clips = rounds.clips(deltas, clip, running.reach)
+    return list(zip(rounds.weights(deltas, 7), clips, strict=True))
 
 
 def test_weights_are_tokens_and_a_late_delta_weighs_less():

@@ -157,7 +157,7 @@ def test_a_dry_run_says_so_and_fails(tmp_path):
     done = elastic("submit", path, "--dry-run", env=env)
     assert (done.returncode, "the data set is empty" in done.stderr) == (1, True), done
     path = write(tmp_path, "noisy", top="import atexit, torch\natexit.register(print, 'bye')")
-    done = elastic("submit", path, "--dry-run", "--checkpoint.min_free=1000000tb", env=env)
+    done = elastic("submit", path, "--dry-run", "--set=checkpoint.min_free=1000000tb", env=env)
     assert (done.returncode, "would start run noisy" in done.stdout) == (0, True), done
     assert "warning: no space on the filesystem of" in done.stderr
     assert "Traceback" not in done.stderr

@@ -22,8 +22,16 @@ def run_of(*settings: str) -> Config:
     return load(ROOT / "etc/125m.toml", ["slurm.partition=x", "plan.step=0.4s", *settings])
 
 
-def chosen(config: Config, rates: Rates, model: Model = MODEL) -> dict[str, object]:
-    return {each.key.partition(".")[2]: each.value for each in dial.choose(config, model, rates)}
+def chosen(config: Config, rates: Rates) -> dict[str, object]:
+    """What is not as it was."""
+    values = {each.key.partition(".")[2]: each.value for each in dial.choose(config, MODEL, rates)}
+    return {name: each for name, each in values.items() if each != getattr(config.local_sgd, name)}
+
+
+def said(*settings: str) -> list[str]:
+    config = run_of(*settings)
+    every = [*dial.choose(config, MODEL, MIDDLING), *dial.outer_step(config)]
+    return [f"{each.key.partition('.')[2]}={each.value}: {each.reason}" for each in every]
 
 
 @pytest.mark.parametrize(("step", "found"), [
@@ -51,10 +59,28 @@ def test_one_step_less_and_workers_wait_too_long():
     (("local_sgd.inner_steps=99", "plan.step=0.2s"), {"compression": "int4"}),
     (("local_sgd.inner_steps=2", "local_sgd.overlap=off"), {"compression": "int4"}),
     (("slurm.gpus_per_worker=2", "plan.step=0.05s"), {"inner_steps": 732, "compression": "int4"}),
-    (("train.validate_every=9", "plan.step=0.1s"), {"inner_steps": 459, "compression": "int4"}),
 ])
 def test_what_is_set_stays_and_who_cannot_train_ahead_does_not(settings, found):
     assert chosen(run_of(*settings), MIDDLING) == found
+
+
+def test_what_stays_as_it_is_has_its_reason_too():
+    assert said() == [
+        "inner_steps=159: a round is 64 s of steps and 3.2 s to deliver, merge, publish and pull,"
+        " where one process writes 1.2 GB/s",
+        "compression=int8: with int8 a round has to take 159 steps",
+        "overlap=off: workers wait for less than 5% of a round",
+        "outer_momentum=auto: 0.7 where a round has 8 workers, with outer_lr 0.72"]
+    coded = said("plan.step=0.27s", "local_sgd.overlap=off", "local_sgd.outer_momentum=0.6")
+    assert [each.partition("=")[0] for each in coded] == ["inner_steps", "compression"]
+    assert coded[1] == "compression=int4: with int8 a round has to take 235 steps"
+    assert said("slurm.gpus_per_worker=2", "plan.step=0.05s")[2] == (
+        "overlap=off: workers wait for less than 5% of a round")
+    assert said("local_sgd.inner_steps=2")[1:3] == [
+        "overlap=off: workers wait for more than 5% of a round",
+        "outer_momentum=auto: 0.7 where a round has 8 workers, with outer_lr 0.72"]
+    assert said("train.optimizer=adamw", "local_sgd.inner_steps=159")[-1] == (
+        "outer_momentum=0.9: for rounds of 159 steps, with outer_lr 0.7")
 
 
 def test_without_the_time_of_a_step_nothing_is_chosen():
@@ -89,7 +115,7 @@ def test_a_run_has_what_was_chosen_and_says_why(tmp_path: Path):
     file, env = tmp_path / "mine.toml", environment(tmp_path)
     demo = (ROOT / "etc/demo.toml").read_text()
     file.write_text(re.sub("(?m)^inner_steps.*", "", demo))
-    settings = ("--plan.step=0.3s", "--plan.process=1gb", "--train.optimizer=adamw")
+    settings = ("--set=plan.step=0.3s", "--set=plan.process=1gb", "--set=train.optimizer=adamw")
     done = elastic("submit", file, *settings, "--name", "mine", env=env)
     assert done.returncode == 0, done.stderr
     elastic("stop", "mine", "--now", env=env)

@@ -59,6 +59,8 @@ def seen(**changes) -> dict:
         "tokens_goal": 7_000_000_000, "unit": "tokens", "loss": 2.3123,
         "tokens_per_s": 41_000.0,
         "losses": [[i * 10_000_000, 2.3 + 3 / (1 + i / 6)] for i in range(61)],
+        "scores": [[i * 50_000_000, 2.4 + 3 / (1 + i)] for i in range(13)],
+        "validated": {"validation_loss": 2.4 + 3 / 13, "tokens": 600_000_000},
         "preemptions_per_h": 4.0, "inner_steps": 100, "min": 8, "max": 32, "gpus": 11,
         "workers": [worker(slot) for slot in range(11)],
         "jobs": [job(slot) for slot in range(11)]
@@ -77,7 +79,8 @@ CROWD = [worker(slot) for slot in range(128) if slot not in (3, 64, 90)] + TROUB
 ON_RECORD = [worker(slot, pid=None, version=None, step=0, loss=None, last_beat_s=None,
                     tokens_per_s=0.0, state="unknown") for slot in range(2)]
 NOBODY = {"workers": [], "gpus": 0, "tokens_per_s": None}
-NOT_YET = {"version": None, "tokens": 0, "tokens_goal": None, "loss": None, "losses": []}
+NOT_YET = {"version": None, "tokens": 0, "tokens_goal": None, "loss": None, "losses": [],
+           "scores": [], "validated": None}
 WAITING = seen(
     **NOBODY, **NOT_YET, state="waiting", reason="no worker is there; 3 jobs wait (Resources)",
     next="submit worker 2 (no job is there)",
@@ -175,9 +178,6 @@ SCREENS_OF = {
              {"arm": "int8", "loss": 2.316, "spread": 0.005, "gap": 0.006, "bound": 0.011,
               "words": "ok: within 0.02"}]},
         {arm: [2.3 + 3 / (1 + i / 6) for i in range(61)] for arm in ("sync", "int8")}),
-    "config": lambda: views.config_view([
-        {"key": "elastic.max", "value": 32, "unit": "GPUs", "origin": "--max"},
-        {"key": "local_sgd.inner_steps", "value": 200, "unit": "steps", "origin": "default"}]),
 }
 
 

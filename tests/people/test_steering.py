@@ -5,7 +5,6 @@ pytest tests/people/test_steering.py
 
 import errno
 import itertools
-import json
 import os
 import shutil
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from elastic.jobs.reconcile import PassReport
 from elastic.jobs.sched import Elsewhere, end_jobs
 from elastic.people import steering
 from elastic.run.rundir import RunDir, find, registered
-from helpers import commit_of
 
 
 @pytest.fixture(autouse=True)
@@ -146,28 +144,3 @@ def test_a_full_disk_keeps_no_gpus_from_who_kills_a_run(run, monkeypatch):
     with pytest.raises(ElasticError, match="not noted, so jobs may come back: .*No space left"):
         steering.stop(run, now=True)
     assert cancelled == ["2"]
-
-
-def test_who_kills_a_run_is_told_what_is_lost(run, monkeypatch):
-    """A user took --now for the quick way, and lost the six hours of a round."""
-    cancelled, jobs = [], []
-    slurm = SimpleNamespace(jobs=lambda: jobs, cancel=lambda job_id, kill: cancelled.append(job_id))
-    monkeypatch.setattr(steering, "scheduler_of", lambda _: slurm)
-    for version in range(3):
-        run.commits.link(commit_of(version))
-    jobs.append(Job("1", "worker", 0, "PENDING", run=run.name))
-    assert steering.stop(run, now=True) == ""
-    jobs.append(Job("2", "worker", 1, "RUNNING", run=run.name))
-    assert steering.stop(run, now=False) == ""
-    lost = "lost: what was trained since version 2 and not delivered"
-    assert steering.stop(run, now=True) == lost
-    assert cancelled == ["1", "1", "2"]
-    run.set_control(mode="sync")
-    assert steering.stop(run, now=True) == "lost: what was trained since version 2"
-    record = {"step": 40, "writer": "a", "time": 1.0, "files": [], "world": 2, "extra": {
-        "base_version": 2, "tokens": 400, "samples": [], "deltas": []}}
-    (run.path / "checkpoints/step-00000040.json").write_text(json.dumps(record))
-    lost = "lost: what was trained since the checkpoint of step 40"
-    assert steering.stop(run, now=True) == lost
-    run.mark_done({"tokens": 400})
-    assert steering.stop(run, now=True) == ""  # one that hangs as it leaves

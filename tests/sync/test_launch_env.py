@@ -435,21 +435,6 @@ def test_as_many_ranks_as_gpus_or_it_does_not_start(tmp_path):
 
 # ---- the job
 
-JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)",
-       "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_PARTITION": "gpu",
-       "SLURM_CONF": os.devnull}
-
-
-def test_the_log_of_a_job_begins_with_what_slurm_gave_it(make_run):
-    run = make_run("run.mode='sync'")
-    run.mark_done({"reason": "nothing is left to do"})
-    done = subprocess.run([ROOT / "bin" / "elastic", "launch", run.path], text=True,
-                          env=environment(run.path, **JOB), capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(
-        "trainer  job 12, restarts 0: 2 nodes x 2 GPUs, partition gpu, time left unknown"
-    )
-
 
 def test_who_attaches_to_a_job_drops_an_outer_one_and_finds_the_cluster(tmp_path):
     squeue = tmp_path / "squeue"

@@ -3,9 +3,11 @@
 pytest tests/sync/test_launcher.py
 """
 
+import os
 import subprocess
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,6 +28,22 @@ Traceback (most recent call last):
 ValueError: sample 17 has no label
 srun: error: n1: task 5: Exited with exit code 1
 """
+
+
+JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)",
+       "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_PARTITION": "gpu", "SLURM_CONF": os.devnull}
+
+
+def test_the_log_of_a_job_begins_with_what_slurm_gave_it(make_run, monkeypatch, capsys):
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    launcher = Launcher(make_run(), Notice())
+    monkeypatch.setattr(launcher, "_release_nodes", Mock(side_effect=TryAgain("its nodes")))
+    with pytest.raises(TryAgain, match="its nodes"):  # are what comes next
+        launcher.main()
+    assert capsys.readouterr().out.startswith(
+        "trainer  job 12, restarts 0: 2 nodes x 2 GPUs, partition gpu, time left unknown"
+    )
 
 
 @pytest.fixture

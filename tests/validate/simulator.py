@@ -77,7 +77,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class Delta:
-    """What `rounds.weights_and_clips` reads of a header, and the decoded fragments."""
+    """What `rounds` reads of a delta's header, and the decoded fragments."""
 
     slot: int
     attempt: int
@@ -376,15 +376,16 @@ class Simulator:
     def _merge(self, deltas: list[Delta]) -> None:
         settings = self.config.local_sgd
         deltas = sorted((d for d in deltas if not self.refuse(d)), key=lambda delta: delta.key)
-        reach, most = self.running.reach, settings.clip_norm
-        shares = rounds.weights_and_clips(deltas, self.version, most, reach)
-        total = sum(weight for weight, _ in shares)
+        weights = rounds.weights(deltas, self.version)
+        clips = rounds.clips(deltas, settings.clip_norm, self.running.reach)
+        total = sum(weights)
+        shares = list(zip(weights, clips, strict=True))
         means = [self._mean(index, deltas, shares) for index in range(len(self.outer.params))]
-        parts = [weight / total for weight, _ in shares]
+        parts = [weight / total for weight in weights]
         self.outer.mu = rounds.momentum(self.versions[self.version].steps, parts, settings)
         self.step(means, rounds.outer_lr(self.outer.mu, total, self.running, settings))
         self.running = self.running.after(deltas, total, 0.0)
-        self.clipped += sum(clip < 1 for _, clip in shares)
+        self.clipped += sum(clip < 1 for clip in clips)
         tokens = self.versions[self.version].tokens + sum(delta.tokens for delta in deltas)
         self.version += 1
         self.versions[self.version] = self._publish(tokens, len({delta.slot for delta in deltas}))

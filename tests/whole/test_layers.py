@@ -17,18 +17,18 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 1031,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1382,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1738,  # jobs on a cluster: what is there, what should be, one pass
+    "base": 1017,  # one home for each thing outside: files, settings, signals, processes, network
+    "run": 1384,  # one run on disk: its folder, its records, its samples, its proof
+    "jobs": 1739,  # jobs on a cluster: what is there, what should be, one pass
     "train": 1098,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 974,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 566,  # local mode: what both sides of the wire speak
-    "local/worker": 1392,  # one slot: hold the lease, train, deliver
-    "local/master": 1086,  # one master: Redis, samples, rounds, commits
-    "sync": 1022,  # sync mode: one job that resizes
-    "people": 2144,  # what a person asks and sees
+    "saved": 992,  # tensors on disk, committed by link(): what both modes begin with
+    "local": 563,  # local mode: what both sides of the wire speak
+    "local/worker": 1389,  # one slot: hold the lease, train, deliver
+    "local/master": 1085,  # one master: Redis, samples, rounds, commits
+    "sync": 1019,  # sync mode: one job that resizes
+    "people": 2150,  # what a person asks and sees
     "lab": 1130,  # trying and proving; nothing imports it
-    "commands": 470,  # click: options, checks, exit codes
+    "commands": 467,  # click: options, checks, exit codes
     ".": 187,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),

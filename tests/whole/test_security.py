@@ -433,7 +433,7 @@ def test_no_error_quotes_a_password_of_a_redis_url_at_another_place(home):
 def test_of_a_redis_url_only_the_server_is_shown(home, url, shown, password):
     (home / "site.toml").write_text(f'{RUN}redis.url = "{url}"\n')
     config = configuration.load(home / "site.toml")
-    assert {name: value for name, value, *_ in config.explain()}["redis.url"] == shown
+    assert config.shown().redis.url == shown
     store = Store.connect(Endpoint("", 0, 1, config.redis.url), "", "a", 0.1)
     assert store.where == shown.partition("//")[2]
     assert parse_url(config.redis.url).get("password") == password

@@ -10,7 +10,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,14 +31,11 @@ _Sections = make_dataclass("_Sections", KEYS, frozen=True)
 
 
 class Row(NamedTuple):
-    """A key of a resolved configuration; `value` and `default` are as TOML has them."""
+    """A key of a resolved configuration; `value` is as TOML has it."""
 
     key: str
     value: Any
-    unit: str
-    default: Any
     origin: str
-    meaning: str
 
 
 @dataclass(frozen=True)
@@ -58,15 +55,15 @@ class Config(_Sections):
         """Where "section.key" got its value: "default", "FILE:LINE" or "command line"."""
         return self.origins.get(name, "default")
 
-    def explain(self) -> list[Row]:
-        """Every key. Of redis.url only the server is there."""
+    def shown(self) -> "Config":
+        """This without a secret: of redis.url only the server is there."""
         url = keys.shown_url(self.redis.url)
-        return [row._replace(value=url) if row.key == "redis.url" else row for row in self._rows()]
+        return replace(self, redis=replace(self.redis, url=url))
 
     def to_toml(self) -> str:
         """This as TOML; `load` without a site file makes an equal Config of it."""
         lines: dict[str, list[str]] = {}
-        for row in self._rows():
+        for row in self.rows():
             section, name = row.key.split(".", 1)
             shown = row.origin if row.origin.isprintable() else repr(row.origin)
             remark = "" if row.origin == "default" else f"  # {shown}"
@@ -74,15 +71,15 @@ class Config(_Sections):
             lines.setdefault(section, [f"[{section}]"]).append(line)
         return "\n\n".join(map("\n".join, lines.values())) + "\n"
 
-    def _rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[Row]:
+        """Every key."""
         for section, rows in KEYS.items():
             for key in rows:
                 name = f"{section}.{key.name}"
                 value = keys.written(key.kind, getattr(getattr(self, section), key.field))
-                yield Row(name, value, key.unit, key.default, self.origin(name), key.meaning)
+                yield Row(name, value, self.origin(name))
         for name, value in self.task.items():
-            name = f"task.{name}"
-            yield Row(name, value, "", "", self.origin(name), "handed to the task")
+            yield Row(f"task.{name}", value, self.origin(f"task.{name}"))
 
 
 def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None,

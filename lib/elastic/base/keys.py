@@ -2,7 +2,7 @@
 
 A key stands in two places: etc/keys.toml has its default, meaning and unit, for people to
 read as well, and `KINDS`, here, has its kind: how a value is written, and the rule that
-it keeps. Parsing, errors, the resolved run.toml and `Config.explain` all come from these
+it keeps. Parsing, errors, the resolved run.toml and elastic-config all come from these
 two. In a file, durations and sizes are written as people say them ("90s", "256mb");
 inside, the field carries its unit (`heartbeat_s`, `fragment_bytes`).
 """
@@ -59,8 +59,6 @@ class Key(NamedTuple):
     name: str
     kind: Kind
     default: Any
-    meaning: str
-    unit: str = ""
 
     @property
     def field(self) -> str:
@@ -217,22 +215,14 @@ KINDS = {
              "notice": TIME, "leave": TIME, "save": TIME, "process": SIZE.above_zero(),
              "filesystem": SIZE.above_zero()},
 }
-_LINE = re.compile(
-    r"\[(?P<section>\w+)]|#( (?P<meaning>.*))?|(?P<name>\w+) = .*?(  # (\[(?P<unit>.*?)])?.*)?|"
-)
 
 
 def _table(text: str) -> dict[str, tuple[Key, ...]]:
     """The keys by section, of the text of etc/keys.toml."""
-    defaults, table = tomllib.loads(text), {section: [] for section in KINDS}
-    section, meaning = "", []
-    for line in map(_LINE.fullmatch, text.splitlines()):
-        section = line["section"] or section
-        if name := line["name"]:
-            kind, default = KINDS[section][name], defaults[section][name]
-            table[section].append(Key(name, kind, default, " ".join(meaning), line["unit"] or ""))
-        meaning = [*meaning, line["meaning"]] if line["meaning"] else []
-    return {section: tuple(keys) for section, keys in table.items()}
+    defaults = tomllib.loads(text)
+    return {section: tuple(Key(name, kinds[name], default)
+                           for name, default in defaults[section].items())
+            for section, kinds in KINDS.items()}
 
 
 KEYS = _table((elastic_home() / "etc" / "keys.toml").read_text(encoding="utf-8"))

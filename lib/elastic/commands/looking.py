@@ -15,7 +15,7 @@ from elastic.base import config as configuration
 from elastic.base.durable import checksum
 from elastic.base.errors import ElasticError, Exit, UsageError
 from elastic.commands import shared
-from elastic.commands.shared import command, flag, say, show
+from elastic.commands.shared import command, flag, say, say_json, show
 from elastic.run import rundir
 from elastic.run.audit import audit as audit_ledger, gpu_seconds, has_ledger
 from elastic.run.rundir import RunDir
@@ -229,11 +229,16 @@ def evaluate(run: str, version: int | None, as_json: bool):
 @shared.overrides_option
 @shared.json_option
 def config(config: Path, overrides: tuple[str, ...], as_json: bool):
-    """Print every value of CONFIG, with unit and origin."""
-    from elastic.people import views
+    """Print every value of CONFIG, with its origin.
 
-    rows = configuration.load(config, overrides).explain()
-    show(as_json, [row._asdict() for row in rows], views.config_view)
+    It is a file for elastic-submit, too. etc/keys.toml says what each key means,
+    its unit and its default.
+    """
+    shown = configuration.load(config, overrides).shown()
+    if as_json:
+        say_json([row._asdict() for row in shown.rows()])
+    else:
+        say(*shown.to_toml().splitlines())
 
 
 @command("doctor", "doctor 7b.toml --try")

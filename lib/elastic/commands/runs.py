@@ -1,9 +1,7 @@
 """The commands that start, change and end runs. Each changes at most the run's control
 file and runs one reconcile pass, so it may be repeated at any time."""
 
-import json
 import random
-import re
 import sys
 import time
 from dataclasses import asdict
@@ -13,7 +11,7 @@ import click
 
 from elastic.base.errors import Exit
 from elastic.commands import shared
-from elastic.commands.shared import command, flag, say, warn
+from elastic.commands.shared import command, flag, say, say_json, warn
 from elastic.jobs import reconcile as reconciling
 from elastic.jobs.reconcile import PassReport
 from elastic.people import steering
@@ -23,17 +21,7 @@ from elastic.run.rundir import RunDir
 JITTER_S = 20.0  # spread the cron passes of many users over this time
 
 
-class Overridable(click.Command):
-    """Takes --SEC.KEY=VALUE for --set SEC.KEY=VALUE."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        keys = re.compile(r"--[a-z_]+\.[a-z_0-9]+=", re.ASCII)
-        args = [f"--set={arg[2:]}" if keys.match(arg) else arg for arg in args]
-        return super().parse_args(ctx, args)
-
-
-@command("submit 7b.toml --min 8 --max 32", "submit etc/demo.toml --train.epochs=2 --wait",
-         cls=Overridable)
+@command("submit 7b.toml --min 8 --max 32", "submit etc/demo.toml --set train.epochs=2 --wait")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--min", "elastic_min", type=int, metavar="GPUS", help="Fewest GPUs wanted.")
 @click.option("--max", "elastic_max", type=int, metavar="GPUS", help="Most GPUs to use.")
@@ -92,7 +80,7 @@ def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, within: float,
     found = [rundir.find(name) for name in runs] or rundir.registered()
     report = reconciling.run_pass(found, time.time(), dry_run, within_s=within)
     if as_json:
-        click.echo(json.dumps(asdict(report), indent=1))
+        say_json(asdict(report))
     else:
         say(*report.lines())
     sys.exit(code_of(report))
@@ -145,11 +133,11 @@ def stop(run: str, now: bool, wait_for_it: bool):
     it then.
     """
     stopped = rundir.find(run)
-    lost = steering.stop(stopped, now)
+    steering.stop(stopped, now)
     code = take_effect(stopped)
     if wait_for_it:
         steering.wait_until_gone(stopped)
         code = Exit.OK
     state = "is done" if stopped.done() else "is stopped" if wait_for_it else "stops"
-    say(f"run {stopped.name} {state}" + f"; {lost}" * bool(lost))
+    say(f"run {stopped.name} {state}")
     sys.exit(code)

@@ -35,7 +35,7 @@ def command(*examples: str, of: str = "elastic", cls: type[click.Command] | None
 
 overrides_option = click.option(
     "--set", "overrides", multiple=True, metavar="SEC.KEY=VALUE",
-    help="Set any key of the configuration (repeatable; submit also takes --SEC.KEY=VALUE).",
+    help="Set any key of the configuration (repeatable).",
 )
 flag = functools.partial(click.option, is_flag=True)
 json_option = flag("--json", "as_json", help="Print JSON for scripts.")
@@ -59,15 +59,21 @@ def say(*lines: str, err: bool = False) -> None:
 warn = functools.partial(say, err=True)
 
 
+def say_json(data: Any) -> None:
+    """Print data for a script."""
+    with naming("standard output"):
+        click.echo(json.dumps(finite(data), indent=1, allow_nan=False))
+
+
 def show(as_json: bool, data: Any, view: Callable[[Any], Any]) -> None:
     """Print data for a script, or the view of it for a person."""
-    with naming("standard output"):
-        if as_json:
-            click.echo(json.dumps(finite(data), indent=1, allow_nan=False))
-        else:
-            from elastic.people import views
+    if as_json:
+        say_json(data)
+        return
+    from elastic.people import views
 
-            views.show(view, data)
+    with naming("standard output"):
+        views.show(view, data)
 
 
 def put(path: Path, data: bytes) -> None:

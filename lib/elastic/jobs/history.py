@@ -206,15 +206,12 @@ def gone(memory: Memory, listed: Sequence[Job], now: float) -> list[Job]:
     known = {job.key: job for job in memory.jobs}
     rows = {row.key: row for row in listed}
     told = {(*end.key, end.submitted_at) for end in memory.ended}
-    news = []
-    for key, job in known.items():
-        if key not in rows and now - job.submitted_at >= LISTING_LAG_S:
-            news.append(replace(job, state="VANISHED"))
-        elif key in rows and rows[key].ended:
-            news.append(_with_memory(rows[key], job))
+    news = [replace(job, state="VANISHED") for key, job in known.items()
+            if key not in rows and now - job.submitted_at >= LISTING_LAG_S]
     for key, row in rows.items():
-        is_new = key not in known and (*key, row.submitted_at) not in told
-        if is_new and row.ended and row.submitted_at >= memory.born:
+        if row.ended and key in known:
+            news.append(_with_memory(row, known[key]))
+        elif row.ended and (*key, row.submitted_at) not in told and row.submitted_at >= memory.born:
             # It is in no memory and never had a node: a refused sbatch may leave such a job.
             was_refused = _word(row.state) == "FAILED" and not row.node
             news.append(replace(row, state="REFUSED") if was_refused else row)

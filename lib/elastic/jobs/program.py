@@ -20,7 +20,7 @@ from elastic.base.errors import Exit
 from elastic.base.network import node_name
 from elastic.base.signals import Notice, die_with_parent
 from elastic.jobs import sched_slurm
-from elastic.jobs.history import EVENTS, EXIT_CODES, End, end_of_error
+from elastic.jobs.history import EVENTS, EXIT_CODES, TRAINER, End, end_of_error, end_of_run
 from elastic.run.rundir import RunDir
 
 MARK = "ELASTIC_RANK"  # RUN_DIR:JOB_ID.ATTEMPT.RANK, in the environment of all its processes
@@ -88,19 +88,23 @@ class Program:
         return set().union(*(pids for owner, pids in found if owner.startswith(mine)
                              and (not ranks or owner.removeprefix(mine) in ranks)))
 
-    def closing(self, mode: str, notice: Notice) -> str:
-        """Why the run does not go on in this mode, once the filesystem answers. Raises
+    def closing(self, notice: Notice) -> str:
+        """Why the run does not go on in this job's mode, once the filesystem answers. Raises
         TryAgain at a notice, and after a silence of SILENT_S."""
+        mode = "sync" if self.role == TRAINER else "local"
         return patiently(self.run.closing, mode, hurry=notice.__bool__, for_s=SILENT_S)
 
 
 def run_job(make: Callable, run: RunDir, notice: Notice) -> int:
-    """Make a job (an agent, a launcher or a master), of `run` and `notice`, and do it; its
-    exit code. A job has `program`, `notice`, main() and end(end), which both return that
-    code. Its record says how it ended, after an error, too."""
+    """Make a job (an agent, a launcher or a master), of `run` and `notice`, and do it, unless
+    the run is over; its exit code. A job has `program`, `notice`, main() and end(end), which
+    both return that code. Its record says how it ended, after an error, too."""
     patiently(run.config, hurry=notice.__bool__, for_s=SILENT_S)
     job = make(run=run, notice=notice)
     try:
+        job.program.record("started")
+        if closing := job.program.closing(notice):
+            return job.end(end_of_run(closing))
         return job.main()
     except Exception as error:
         end = end_of_error(error, job.program.role, bool(job.notice))

@@ -3,7 +3,7 @@ Pure.
 
     judge(header, ...)       may this delta be merged?        -> verdict, reason, rule
     decide(view, now)        wait, call, or close the round?  -> Move with its reason
-    weights_and_clips(...)   how much does each delta weigh?
+    weights(moves, version)  how much does each delta weigh?
     clips(moves, ...)        how much of each is merged, if it is too long?
     momentum(...), outer_lr(...)   the outer step
     canary(loss, ...)        has the newest version made the loss rise?
@@ -401,14 +401,10 @@ def _some(slots: list[int]) -> str:
 # ---- how much does each delta weigh? ---------------------------------------------------
 
 
-def weights_and_clips(
-    deltas: Sequence[Delta], version: int, clip_norm: float, reach: Reach
-) -> list[tuple[float, float]]:
-    """(weight, clip) of each delta: it contributes weight * clip * delta / total weight.
-    The weight is its tokens, discounted by staleness; the clip shortens what is too long
-    for its steps."""
-    weights = [d.tokens / (1 + STALE_DISCOUNT * (version - d.base)) for d in deltas]
-    return list(zip(weights, clips(deltas, clip_norm, reach), strict=True))
+def weights(deltas: Sequence[Delta], version: int) -> list[float]:
+    """Of each delta: its tokens, discounted by staleness. With its clip (see `clips`), it
+    contributes weight * clip * delta / total weight."""
+    return [d.tokens / (1 + STALE_DISCOUNT * (version - d.base)) for d in deltas]
 
 
 def outer_lr(momentum: float, weight: float, running: Running, settings) -> float:

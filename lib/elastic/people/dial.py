@@ -7,8 +7,10 @@ of its model, the speed of the filesystem and the time of a step.
     overlap        rebase where int4 does, too: steps ahead cost some of the loss, the
                    less the longer a round is (docs/measurements.md)
 
-With AdamW the outer momentum follows from inner_steps, where it is "auto". What a file or
-the command line sets is left as it is.
+    outer step     follows from the optimizer, from inner_steps and from the workers of a
+                   round (docs/algorithm.md); its line says how far it goes
+
+What a file or the command line sets is left as it is.
 """
 
 import contextlib
@@ -19,9 +21,11 @@ import time
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from elastic.base.config import Config
 from elastic.base.units import size
+from elastic.local import rounds
 from elastic.run import estimate
 from elastic.run.estimate import AHEAD, ENOUGH, Model, Rates
 
@@ -75,23 +79,42 @@ def written_per_s(folder: Path) -> float:
 
 
 def choose(config: Config, model: Model, rates: Rates) -> list[Choice]:
-    """What to choose for a run that `has_choice`. Pure."""
+    """A value for each key that a run that `has_choice` leaves open. Pure."""
     step_s, sgd = estimate.step_s(model, config), config.local_sgd
-    most = MOST_STEPS if is_open(config, "local_sgd.inner_steps") else sgd.inner_steps
-    needed = {way: _fewest(config, model, rates, way, step_s) for way in _ways(config)}
-    way = next((way for way in needed if needed[way][0] <= most), list(needed)[-1])
-    (steps, stall_s), first = needed[way], next(iter(needed.values()))[0]
-    steps = max(steps, LEAST_STEPS if way[1] == "off" else LEAST_AHEAD)
-    moves = f"{stall_s:.2g} s to deliver, merge, publish and pull"
+    is_free = is_open(config, "local_sgd.inner_steps")
+    most = MOST_STEPS if is_free else sgd.inner_steps
+    ways = [_way(config, model, rates, *allowed) for allowed in _allowed(config)]
+    chosen = next((way for way in ways if way.steps <= most), ways[-1])
+    is_off = chosen.overlap == "off"
+    steps = max(chosen.steps, LEAST_STEPS if is_off else LEAST_AHEAD)
+    part = "less" if is_free or chosen.steps <= most else "more"
+    with_int8 = next(way.steps for way in ways if way.overlap == chosen.overlap)
     found = {
-        "inner_steps": (steps, f"a round is {steps * step_s:.2g} s of steps and {moves}, where one"
-                               f" process writes {size(rates.process)}/s"),
-        "compression": (way[0], f"with int8 a round would need {first} steps"),
-        "overlap": (way[1], f"without it workers would wait for more than {ENOUGH:.0%} of a"
-                            f" round of {most} steps"),
+        "inner_steps": (steps, f"a round is {steps * step_s:.2g} s of steps and"
+                               f" {chosen.stall_s:.2g} s to deliver, merge, publish and pull,"
+                               f" where one process writes {size(rates.process)}/s"),
+        "compression": (chosen.codec, f"with int8 a round has to take {with_int8} steps"),
+        "overlap": (chosen.overlap,
+                    f"workers wait for {part} than {ENOUGH:.0%} of a round" if is_off else
+                    f"without it workers would wait for more than {ENOUGH:.0%} of a round of"
+                    f" {most} steps"),
     }
     return [Choice(f"local_sgd.{name}", *found[name]) for name in DIALLED
-            if is_open(config, f"local_sgd.{name}") and found[name][0] != getattr(sgd, name)]
+            if is_open(config, f"local_sgd.{name}")]
+
+
+def outer_step(config: Config) -> list[Choice]:
+    """How far the outer step goes, where that is left open. Pure."""
+    if not is_open(config, "local_sgd.outer_momentum"):
+        return []
+    sgd, workers = config.local_sgd, _workers(config)
+    mu = rounds.momentum(sgd.inner_steps, [1 / workers] * workers, sgd)
+    lr = rounds.outer_lr(mu, 1.0, rounds.Running(), sgd)
+    why = f"{mu:.2g} where a round has {workers} workers"
+    if config.train.optimizer == "adamw":
+        why = f"for rounds of {sgd.inner_steps} steps"
+    why = f"{why}, with outer_lr {lr:.2g}"
+    return [Choice("local_sgd.outer_momentum", sgd.outer_momentum, why)]
 
 
 def coded(model: Model, before: str, codec: str) -> Model:
@@ -101,25 +124,34 @@ def coded(model: Model, before: str, codec: str) -> Model:
                    largest_bytes=round(ratio * model.largest_bytes))
 
 
-def _ways(config: Config) -> list[tuple[str, str]]:
+class Way(NamedTuple):
+    """A codec, with or without overlap, and a round of it."""
+
+    codec: str
+    overlap: str
+    steps: int  # the fewest
+    stall_s: float  # for which its workers stand still or, with overlap, train ahead
+
+
+def _allowed(config: Config) -> list[tuple[str, str]]:
     """Codec and overlap, the best for the loss first."""
     sgd = config.local_sgd
     codecs = ["int8", "int4"] if is_open(config, "local_sgd.compression") else [sgd.compression]
     overlaps = ["off", "rebase"] if is_open(config, "local_sgd.overlap") else [sgd.overlap]
     is_short = not is_open(config, "local_sgd.inner_steps") and sgd.inner_steps < LEAST_AHEAD
-    if config.slurm.gpus_per_worker > 1 or config.train.validate_every or is_short:
-        overlaps = overlaps[:1]  # not for ranks that share a model, nor with validations
+    if config.slurm.gpus_per_worker > 1 or is_short:
+        overlaps = overlaps[:1]  # not for ranks that share a model
     return [(codec, overlap) for overlap, codec in product(overlaps, codecs)]
 
 
-def _fewest(
-    config: Config, model: Model, rates: Rates, way: tuple[str, str], step_s: float
-) -> tuple[int, float]:
-    """Inner steps of a round, and the seconds for which its workers stand still, or, with
-    overlap, train ahead."""
-    codec, overlap = way
+def _way(config: Config, model: Model, rates: Rates, codec: str, overlap: str) -> Way:
     model = coded(model, config.local_sgd.compression, codec)
-    workers = max(1, config.elastic.max // config.slurm.gpus_per_worker)
-    stall_s = estimate.cost(model, workers, config.slurm.master_cpus or 16, rates).stall_s
+    cpus = config.slurm.master_cpus or 16
+    stall_s = estimate.cost(model, _workers(config), cpus, rates).stall_s
     share = ENOUGH if overlap == "off" else 1 / AHEAD
-    return math.ceil(stall_s / share / step_s), stall_s
+    steps = math.ceil(stall_s / share / estimate.step_s(model, config))
+    return Way(codec, overlap, steps, stall_s)
+
+
+def _workers(config: Config) -> int:
+    return max(1, config.elastic.max // config.slurm.gpus_per_worker)

@@ -36,8 +36,8 @@ GAUGES = {
     "gpus_min": ("min", "Fewest GPUs wanted."),
     "gpus_max": ("max", "Most GPUs to use."),
 }
-SERIES = ("version", "time", "tokens", "loss", "workers", "outer_lr",
-          "inner_steps")  # of a commit
+SERIES = ("version", "time", "tokens", "loss", "workers", "inner_steps",
+          "outer_lr", "outer_momentum", "agreement")  # of a commit
 START = b'{"run": "'  # of a line of JSON
 STATES = ("running", "waiting", "stopped", "done", "failed", "damaged", "unknown")
 

@@ -208,7 +208,7 @@ def _unread(run: RunDir, trouble: ElasticError | OSError) -> dict:
     unknown = dict.fromkeys(("version", "tokens", "tokens_goal", "loss", "tokens_per_s",
                              "inner_steps", "min", "max", "gpus", "validated",
                              "preemptions_per_h"))
-    nothing = {name: [] for name in ("losses", "workers", "jobs", "events")}
+    nothing = {name: [] for name in ("losses", "scores", "workers", "jobs", "events")}
     return {**unknown, **nothing, "run": run.name, "path": str(run.path), "asked": False,
             "state": state, "reason": str(trouble), "summary": f"{state}: {trouble}",
             "mode": "", "detail": "", "trouble": "", "program": "", "next": "nothing",
@@ -233,11 +233,12 @@ def row(look: Look) -> dict:
 
 
 def observe(run: RunDir, listing: Listing | None = None, depth: Depth = Depth.WHOLE) -> dict:
-    """All about one run; below Depth.WHOLE without `losses` and `events`. Raises
+    """All about one run; below Depth.WHOLE without `losses`, `scores` and `events`. Raises
     ElasticError only if its directory is damaged."""
     look = Look(run, listing or ask(run, run.environment()), depth)
     is_whole = depth == Depth.WHOLE
-    events, scored = (run.events(last=LOOKED_AT), run.scores.read(1)) if is_whole else ((), ())
+    events, scores = (read(last=LOOKED_AT) if is_whole else []
+                      for read in (run.events, run.scores.read))
     brief, upcoming, newest = row(look), _upcoming(look), look.newest
     is_sync, is_running = _is_sync(look.facts), brief["state"] == "running"
     seen = {
@@ -250,8 +251,9 @@ def observe(run: RunDir, listing: Listing | None = None, depth: Depth = Depth.WH
         "next": upcoming or wording.AS_WANTED,
         "losses": [[commit.tokens, commit.loss] for commit in look.commits
                    if is_whole and commit.loss is not None],
+        "scores": [[score.tokens, score.loss] for score in scores if score.loss is not None],
         # The newest validation on the way, with the task's own names and numbers.
-        "validated": next(({**score.values, "tokens": score.tokens} for score in scored), None),
+        "validated": {**scores[-1].values, "tokens": scores[-1].tokens} if scores else None,
         "preemptions_per_h": _preemptions_per_h(look),
         "inner_steps": None if is_sync or not newest
                        else inner_steps(newest, look.facts.config.local_sgd),

@@ -18,7 +18,6 @@ from elastic.jobs.reconcile import PERSON_S, run_pass
 from elastic.jobs.sched import Elsewhere, jobs_of, scheduler_of
 from elastic.people import dial, submission
 from elastic.run import estimate, wording
-from elastic.run.commits import read_checkpoints
 from elastic.run.rundir import RunDir
 
 WAIT_S = 2.0  # between two looks at what is waited for
@@ -65,6 +64,7 @@ def _dialled(ready: Prepared, path: Path, settings: Sequence[str], left_open: Se
     chosen = dial.choose(ready.config, ready.model, ready.rates)
     settings = [*settings, *(f"{each.key}={each.value}" for each in chosen)]
     after = load(path, settings, left_open=left_open)
+    chosen += dial.outer_step(after)
     origins = {each.key: f"{estimate.CHOSEN}: {each.reason}" for each in chosen}
     after = replace(after, origins={**after.origins, **origins})
     codecs = (each.local_sgd.compression for each in (ready.config, after))
@@ -181,9 +181,8 @@ def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -
     return [*words, f"run {run.name}: {before.min}..{before.max} GPUs -> {fewest}..{most}"]
 
 
-def stop(run: RunDir, now: bool) -> str:
-    """Stop a run that is not done; `now`: kill its jobs. Returns in words what is lost by
-    that, or ""."""
+def stop(run: RunDir, now: bool) -> None:
+    """Stop a run that is not done; `now`: kill its jobs."""
     refused: OSError | None = None
     if not run.done():
         try:
@@ -192,27 +191,12 @@ def stop(run: RunDir, now: bool) -> str:
         except OSError as error:  # a full disk: its GPUs are freed all the same
             refused = error
     scheduler = scheduler_of(run)
-    jobs = jobs_of(run.name, scheduler) if now else []
-    for job in jobs:
+    for job in jobs_of(run.name, scheduler) if now else []:
         with contextlib.suppress(OSError):  # of the same disk
             scheduler.cancel(job.job_id, kill=True)
     if refused:
         hint = "make room and stop it again" + "; --now kills its jobs all the same" * (not now)
         raise ElasticError(f"not noted, so jobs may come back: {refused}", hint)
-    with contextlib.suppress(TryAgain):
-        is_at_work = not run.done() and any(job.started for job in jobs)
-        return _lost(run) if is_at_work else ""
-    return ""
-
-
-def _lost(run: RunDir) -> str:
-    version = max(0, run.commits.newest_version())
-    if run.control().mode == "local":
-        return f"lost: what was trained since version {version} and not delivered"
-    if run.config().run.command:
-        return "lost: what its program has not saved"
-    saved = [f"the checkpoint of step {each.step}" for each in read_checkpoints(run.path, version)]
-    return f"lost: what was trained since {[f'version {version}', *saved][-1]}"
 
 
 def wait_until_gone(run: RunDir) -> None:

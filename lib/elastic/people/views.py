@@ -137,6 +137,7 @@ def _summary(seen: dict, height: int) -> RenderableType:
         ("round", _round(seen)),
         ("loss", sparkline([loss for _, loss in seen["losses"]])),
         ("validated", _validated(seen)),
+        ("", sparkline([loss for _, loss in seen.get("scores", ())])),
         ("workers", alive if seen["workers"] or seen["state"] in ("running", "waiting") else ""),
         ("why", seen["reason"]),
         ("waits", _waits(wording.awaited(seen["jobs"], seen["workers"]))),
@@ -305,16 +306,6 @@ def validation_view(comparison: dict, curves: dict) -> RenderableType:
                       row["words"])
     drawn = (f"{arm}: training loss {sparkline(curve)}" for arm, curve in curves.items())
     return Group(*map(Text, drawn), "", table, "", Text(f"runs: {comparison['runs']}"))
-
-
-def config_view(rows: Sequence[dict]) -> RenderableType:
-    """Effective values with unit and origin, one key a line."""
-    columns = ("key", "value", "unit", "origin")
-    table = _table(*columns)
-    for row in rows:
-        style = "dim" if row["origin"] == "default" else ""
-        table.add_row(*(Text(str(row[column]), style=style) for column in columns))
-    return table
 
 
 # ---- small parts ---------------------------------------------------------------------

@@ -104,7 +104,7 @@ def allocations(
     events: Sequence[Mapping], endings: Iterable[Mapping], gpus: int, now: float
 ) -> list[Allocation]:
     """Every job that had GPUs, by its events and exit record. `gpus`: how many a worker
-    has."""
+    has; a trainer says how many it has, once it has ranks."""
     starts, notices = defaultdict(list), {}
     for event in events:
         if event["kind"] == EventKind.START:
@@ -113,7 +113,8 @@ def allocations(
             notices[job_key(event)] = event["time"]
     jobs = {job_key(job): job for job in jobs_in(events, endings, now) if job["role"] != "master"}
     names = ("submitted", "started", "ended", "outcome")
-    return [Allocation(job.get("gpus", gpus), *(job[name] for name in names), tuple(starts[key]),
+    return [Allocation(job.get("gpus", gpus if job["role"] == "worker" else 0),
+                       *(job[name] for name in names), tuple(starts[key]),
                        notices.get(key)) for key, job in jobs.items()]
 
 

@@ -223,6 +223,7 @@ class Commit:
     rejected: dict | None = None  # by rule, how many deltas
     outer_lr: float | None = None
     outer_momentum: float | None = None
+    agreement: float | None = None  # cosine of the mean delta and the momentum before it
     inner_steps: int | None = None
     clipped: int | None = None
     taken_back: int | None = None  # the version that it reverts

@@ -11,6 +11,7 @@ a fixed order is what makes the result independent, bit for bit, of the order of
 One fragment at a time; nothing is held twice.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -53,6 +54,19 @@ def mean_delta(
             moved = (params - term.anchor).nan_to_num_(0.0)
             mean.add_(moved, alpha=term.factor * reanchor)
     return mean
+
+
+def products(mean: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+    """g b, g g and b b of a fragment, for `cosine`."""
+    return torch.stack([mean.dot(momentum), mean.dot(mean), momentum.dot(momentum)])
+
+
+def cosine(products: torch.Tensor) -> float | None:
+    """Of g and b, by the `products` (fragments, 3); None if either is zero, or not
+    finite."""
+    both, mean, momentum = products.sum(0).tolist()
+    length = math.sqrt(mean * momentum)
+    return both / length if 0 < length < math.inf else None
 
 
 def outer_step(

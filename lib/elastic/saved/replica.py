@@ -7,6 +7,7 @@ each rank holds its own part. So rounding never biases the delta, and a delta ca
 one fragment at a time.
 """
 
+import contextlib
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -155,6 +156,18 @@ class Replica:
         for name, base in self.base.items():
             _put(self.tensor(name), base)
         drop_copies(self.model)
+
+    @contextlib.contextmanager
+    def at_base(self) -> Iterator[None]:
+        """Hold the base for a while, without this round's steps."""
+        held = {name: own_part(self.tensor(name)).detach().clone() for name in self.base}
+        self.restore()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, values in held.items():
+                    own_part(self.tensor(name)).copy_(values)
 
     @torch.no_grad()
     def delta(self, index: int, into: torch.Tensor | None = None) -> torch.Tensor:

@@ -36,7 +36,7 @@ from elastic.base.network import bind_address, free_port, node_name
 from elastic.base.signals import Notice, install
 from elastic.jobs import cadence, sched_local, sched_slurm, sizing
 from elastic.jobs.command import expand
-from elastic.jobs.history import TRAINER, End, end_of_run, judge
+from elastic.jobs.history import TRAINER, End, judge
 from elastic.jobs.passes import Passes, reconcile_now
 from elastic.jobs.program import SILENT_S, Program, run_job, start_rank
 from elastic.jobs.slurm_info import get_slurm_info, log_job_info, notice_here, with_end_time
@@ -88,11 +88,8 @@ class Launcher:
 
     def main(self) -> int:
         """Train until the run is over, a notice has been obeyed, or nothing helps."""
-        self.program.record("started", gpus=0)
         if info := get_slurm_info():
             log_job_info(with_end_time(info), _say)
-        if closing := self.program.closing("sync", self.notice):
-            return self.end(end_of_run(closing))
         self._release_nodes()
         self._have_successors()
         while not (end := self._attempt()):
@@ -113,7 +110,7 @@ class Launcher:
         self.program.claim(self.notice)
         ranks = self._start()
         code = self._wait(ranks)
-        closing, newest = self.program.closing("sync", self.notice), self.run.slots.latest(0)
+        closing, newest = self.program.closing(self.notice), self.run.slots.latest(0)
         end = judge(code=code, error=ranks.error_of(code), closing=closing, told=self._told,
                     notice=self.notice.signal_name, is_own=bool(self.config.run.command),
                     fenced_by=newest if newest > self.program.attempt else 0)

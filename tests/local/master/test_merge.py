@@ -297,6 +297,17 @@ def test_each_round_steps_with_the_momentum_of_its_deltas(open_rounds):
         assert torch.allclose(runs.theta, theta)
 
 
+def test_a_commit_says_how_far_its_round_agrees_with_those_before(open_rounds):
+    runs = open_rounds(torch.zeros(SIZE), *DILOCO)
+    assert runs.close([runs.deliver(0, runs.base() + 1.0, 100)]).agreement is None  # no momentum
+    for _ in range(3):
+        moves, before = [torch.randn(SIZE), torch.randn(SIZE)], runs.momentum
+        deltas = [runs.deliver(slot, runs.base() + move, 100) for slot, move in enumerate(moves)]
+        agreement = runs.close(deltas).agreement
+        assert agreement == pytest.approx(torch.cosine_similarity(-sum(moves), before, 0).item())
+        assert 0.02 < abs(agreement) < 1
+
+
 # ---- the order of arrival -----------------------------------------------------------------------
 
 

@@ -23,13 +23,20 @@ from elastic.run.sound import SCORES
 from elastic.train.group import Group
 from elastic.train.task import score
 from helpers import commit_of, delta_of, elastic, environment
-from running import Running, running
+from running import TESTS, Running, running
 
 EVERY = {"train.validate_every": 10, "local_sgd.inner_steps": 5}  # every second version
 
 
 def numbers(run: Running) -> list[int]:
     return [line["version"] for line in run.run.lines(SCORES)]
+
+
+def evaluated(run: Running, number: int) -> dict[str, float]:
+    shown = elastic("evaluate", run.run.path, "--version", number, "--json",
+                    env=environment(run.home, PYTHONPATH=str(TESTS)))
+    assert shown.returncode == 0, shown.stderr
+    return {name: value for name, value in json.loads(shown.stdout).items() if name != "version"}
 
 
 @pytest.mark.parametrize(("version", "slot", "due"), [(4, 2, True), (4, 5, False), (3, 2, False)])
@@ -63,10 +70,13 @@ class Asleep(Tiny):
 """
 
 
-def test_versions_are_scored_on_their_way_and_all_who_look_are_told(tmp_path: Path):
-    """And a model trains in its training mode, in whatever mode it came and was scored."""
+@pytest.mark.parametrize("overlap", ["off", "rebase"])
+def test_versions_are_scored_on_their_way_and_all_who_look_are_told(tmp_path: Path, overlap):
+    """As they are, without steps ahead. And a model trains in its training mode, in whatever
+    mode it came and was scored."""
     (tmp_path / "asleep.py").write_text(ASLEEP)
-    settings = {**EVERY, "run.task": "asleep:Asleep", "elastic.max": 1}
+    settings = {**EVERY, "run.task": "asleep:Asleep", "elastic.max": 1, "checkpoint.keep": 1000,
+                "local_sgd.overlap": overlap}
     with running(tmp_path, settings, samples=600, step_s=0.02) as run:
         run.until(lambda: numbers(run), 60, "the first one is validated")
         run.finish()
@@ -78,10 +88,16 @@ def test_versions_are_scored_on_their_way_and_all_who_look_are_told(tmp_path: Pa
         commits = {commit.version: commit for commit in run.commits()}
         assert [each.tokens for each in found] == [commits[n].tokens for n in numbers(run)]
 
+        for number, each in list(zip(numbers(run), found, strict=True))[-2:]:
+            assert each.values == pytest.approx(evaluated(run, number), rel=1e-5)
+
         seen = status.observe(run.run)
+        assert seen["scores"] == [[each.tokens, each.loss] for each in found]
         assert seen["validated"] == {"tokens": found[-1].tokens, **found[-1].values}
         shown = elastic("status", run.run.path, env=environment(run.home)).stdout
-        assert re.search(r"validated +validation_loss [\d.]+, at [\d.]+k? samples", shown), shown
+        curve = r"\n +[\d.]+ [▁-█]+ [\d.]+ *\n"
+        row = rf"validated +validation_loss [\d.]+, at [\d.]+k? samples *{curve}"
+        assert re.search(row, shown), shown
         metrics.tell(run.run, metrics.sinks(run.run, log, None, None))
         told = [json.loads(line) for line in log.read_text().splitlines()]
         told = [row["score/tokens"] for row in told if "score/tokens" in row]

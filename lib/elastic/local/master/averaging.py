@@ -19,6 +19,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import torch
 
@@ -118,7 +119,9 @@ class Averager:
             return None
         draft = VersionDraft(self.run, commit.version, f"epoch{commit.master_epoch}")
         try:
-            return draft.commit(self.layout, self.advance(commit, parts, draft), commit)
+            files = self.advance(commit, parts, draft)
+            agreement = merge.cosine(self._products)
+            return draft.commit(self.layout, files, replace(commit, agreement=agreement))
         except Exception:
             draft.discard()
             raise
@@ -129,7 +132,7 @@ class Averager:
         OSError, as of a full disk."""
         if self._held != commit.version - 1:
             self._hold(commit.version - 1)
-        self._held = -1
+        self._held, self._products = -1, torch.zeros(len(self.indices), 3)
         files = self._all(lambda index: self._advance_one(index, commit, parts, draft))
         self._held = commit.version
         return sorted(sum(files, []), key=lambda entry: entry["path"])
@@ -155,6 +158,7 @@ class Averager:
                 params.sub_(merge.mean_delta(params, terms, 1.0, mean))
             else:
                 merge.mean_delta(params, terms, self.config.local_sgd.reanchor, mean)
+                self._products[index] = merge.products(mean, self.momentum[index])
                 mu = commit.outer_momentum
                 merge.outer_step(params, self.momentum[index], mean, commit.outer_lr, mu)
         return draft.write_fragment(self.layout, index, self.params[index], self.momentum[index])

@@ -71,9 +71,6 @@ class Master:
     # ---- the program
 
     def main(self) -> int:
-        self.program.record("started")
-        if closing := self.program.closing("local", self.notice):
-            return self.end(end_of_run(closing))
         every_s = self.config.elastic.reconcile_interval_s
         self.passes = Passes(self.run, every_s, every_s)
         try:
@@ -88,7 +85,7 @@ class Master:
             return self.end(End(Outcome.FENCED, str(error)))
         finally:
             self.close()
-        return self.end(end_of_run(self.program.closing("local", self.notice) or "stopped"))
+        return self.end(end_of_run(self.program.closing(self.notice) or "stopped"))
 
     def take_over(self) -> None:
         self.journal.wait_for_space()

@@ -50,18 +50,20 @@ def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[list[Pa
     """How deltas become the version after `commit`, and what its commit says of that; in which
     order they came does not matter."""
     deltas = sorted(deltas, key=lambda checked: checked.header.key)
-    told, base, running = [each.delta for each in deltas], commit.version, Running.of(commit)
-    shares = rounds.weights_and_clips(told, base, settings.clip_norm, running.reach)
-    total = sum(weight for weight, _ in shares)
-    factors = [weight * clip / total for weight, clip in shares]
+    told, running = [checked.delta for checked in deltas], Running.of(commit)
+    weights = rounds.weights(told, commit.version)
+    clips = rounds.clips(told, settings.clip_norm, running.reach)
+    total = sum(weights)
+    parts = [(checked.header, weight * clip / total)
+             for checked, weight, clip in zip(deltas, weights, clips, strict=True)]
     steps = rounds.inner_steps(commit, settings)
-    momentum = rounds.momentum(steps, [weight / total for weight, _ in shares], settings)
-    return [(each.header, factor) for each, factor in zip(deltas, factors, strict=True)], {
+    momentum = rounds.momentum(steps, [weight / total for weight in weights], settings)
+    return parts, {
         "outer_lr": rounds.outer_lr(momentum, total, running, settings),
         "outer_momentum": momentum, "inner_steps": steps,
-        "clipped": sum(clip < 1 for _, clip in shares),
-        "running": asdict(running.after(told, total, rounds.round_loss(told, base))),
-        "bytes": sum(part.bytes for each in deltas for part in each.header.fragments),
+        "clipped": sum(clip < 1 for clip in clips),
+        "running": asdict(running.after(told, total, rounds.round_loss(told, commit.version))),
+        "bytes": sum(part.bytes for header, _ in parts for part in header.fragments),
     }
 
 

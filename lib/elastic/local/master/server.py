@@ -82,17 +82,13 @@ class Server:
         now, and would be given the password."""
         if self._redis and not self._redis.alive():
             raise TryAgain("redis-server is gone")
-        until = time.monotonic() + TICK_S
+        words, until = [], time.monotonic() + TICK_S
         # While a big delta is being checked the master still hears what others ask.
-        while checks and not any(check.done() for check in checks):
-            words = self.store.hear("wake", LOOK_S)
-            if words or time.monotonic() > until:
-                return words
-        words, workers = self.store.hear("wake", 0 if checks else TICK_S), len(self.attempts)
-        if words and workers > CROWD:
-            time.sleep(min(0.05, 0.0005 * workers))
-            words += self.store.hear("wake", 0)
-        return words
+        while not (words or any(check.done() for check in checks) or time.monotonic() > until):
+            words = self.store.hear("wake", LOOK_S if checks else TICK_S)
+        if words and len(self.attempts) > CROWD:
+            time.sleep(min(0.05, 0.0005 * len(self.attempts)))
+        return words + self.store.hear("wake", 0)
 
     # ---- leases
 

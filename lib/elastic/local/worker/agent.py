@@ -226,9 +226,6 @@ class Agent:
 
     def main(self) -> int:
         """Train until the run is over, a notice has been obeyed, or nothing helps."""
-        self.program.record("started")
-        if closing := self.program.closing("local", self.notice):
-            return self.end(end_of_run(closing))
         self.notice.window_s = notice_here(self.config) or KILL_WAIT_S
         while True:
             training = self._start()
@@ -259,7 +256,7 @@ class Agent:
         if code and self.notice:
             ended = f"notice, and the training process ended with {name_of(code)}"
             return End(Outcome.YIELDED, ended)
-        if closing := program.closing("local", self.notice):
+        if closing := program.closing(self.notice):
             return end_of_run(closing)
         if code > 0 and code != Exit.TRY_AGAIN:
             training.error = wording.last_error(training.said.decode(errors="replace"))

@@ -139,7 +139,7 @@ class LocalSGD:
         loader = Loader(dataset, collate, self.config, self.group, is_on_gpu)
         while not (outcome := self._adoption.newest()):
             if self._validation:
-                self._validation.if_due(self.model)
+                self._validation.if_due(self._delivery.exchange.replica)
             yield from self._train(loader)
             if courier := self._delivery.send_ahead():
                 yield from self._train_ahead(loader, courier)

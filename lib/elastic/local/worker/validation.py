@@ -4,12 +4,12 @@ are in the version. The others do not wait for it: their round goes on, and none
 validates meanwhile, so that a long validation costs the run one worker.
 """
 
+import contextlib
 import math
-
-from torch import nn
 
 from elastic.local.worker.in_hand import InHand
 from elastic.run.records import Commit
+from elastic.saved.replica import Replica
 from elastic.train.device import precision
 from elastic.train.group import Group
 from elastic.train.task import Interrupted, Task, score
@@ -28,16 +28,17 @@ class Validation:
         self._every_steps = hand.config.train.validate_every
         self._newest = -1  # that this worker has validated
 
-    def if_due(self, model: nn.Module) -> None:
-        """Score the version just adopted, if it is due, on all ranks alike. A notice ends
-        that."""
+    def if_due(self, replica: Replica) -> None:
+        """Score the version just adopted, if it is due, on all ranks alike: without the steps
+        ahead on top of it. A notice ends that."""
         if not self._group.decide(self._is_due):
             return
         commit = self._hand.commit
         self._newest = commit.version
+        whole = replica.at_base() if self._hand.round.steps else contextlib.nullcontext()
         try:
-            with precision(self._hand.config.train.precision, self._group.device)():
-                said = score(self._task, model, self._before_pass)
+            with whole, precision(self._hand.config.train.precision, self._group.device)():
+                said = score(self._task, replica.model, self._before_pass)
         except Interrupted:
             return
         if self._group.leads:
@@ -45,13 +46,10 @@ class Validation:
             run.scores.add(commit.tokens, said, version=commit.version, slot=self._slot)
 
     def _is_due(self) -> bool:
-        """Rank 0: is the version this worker's to validate? Not with steps ahead on top of
-        it: the score would be theirs, too."""
-        commit, has_steps = self._hand.commit, self._hand.round.steps > 0
-        if has_steps or commit.version == self._newest:
-            return False
+        """Rank 0: is the version this worker's to validate?"""
+        commit = self._hand.commit
         every_versions = math.ceil(self._every_steps / self._hand.inner_steps)
-        if not is_due(commit, self._slot, every_versions):
+        if commit.version == self._newest or not is_due(commit, self._slot, every_versions):
             return False
         slots = self._hand.line.reach(lambda store: store.slots())
         return slots is not None and all(s.state != "validating" for s in slots.values())
