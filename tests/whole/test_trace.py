@@ -206,6 +206,14 @@ class WithoutMomentum(Simulator):
             param.sub_(mean, alpha=lr)
 
 
+class MomentumOfTheRoundBefore(Simulator):
+    before = 0.0
+
+    def step(self, means, lr):
+        self.before, self.outer.mu = self.outer.mu, self.before
+        super().step(means, lr)
+
+
 class LearningRateByLocalSteps(Simulator):
     def factor(self, version, steps, tokens):
         return super().factor(replace(version, tokens=64 * steps), steps, tokens)
@@ -237,6 +245,7 @@ class AnchoredAsPublished(Simulator):
     [
         Unweighted,
         WithoutMomentum,
+        MomentumOfTheRoundBefore,
         LearningRateByLocalSteps,
         NeverRamped,
         RandomNumbersNotInherited,
