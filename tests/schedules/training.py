@@ -273,14 +273,14 @@ class MemoryAverager(Averager):
         whole = self.run.world.bytes.get(header.key) == header.fragments[0].xxh3
         return Checked(header, 1.0, None if whole else OTHER_BYTES)
 
-    def advance(self, commit: Commit, parts: list[Part], draft) -> list[dict]:
+    def advance(self, commit: Commit, parts: list[Part], draft) -> tuple:
         for header, _ in parts:
             if self.check(header).refused:
                 raise Damaged(header.key, Rule.ALTERED, "other bytes")
         self.run.world.edge("write a version")
         if self.run.world.full:
             raise OSError(28, "No space left on device")
-        return []
+        return [], None
 
     def clean_up_later(self, version: int, merged: list) -> None:
         self.drop(merged)

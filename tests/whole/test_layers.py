@@ -19,14 +19,14 @@ PACKAGE = ROOT / "lib" / "elastic"
 FOLDERS = {
     "base": 1017,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1384,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1739,  # jobs on a cluster: what is there, what should be, one pass
+    "jobs": 1746,  # jobs on a cluster: what is there, what should be, one pass
     "train": 1098,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 992,  # tensors on disk, committed by link(): what both modes begin with
+    "saved": 993,  # tensors on disk, committed by link(): what both modes begin with
     "local": 563,  # local mode: what both sides of the wire speak
-    "local/worker": 1389,  # one slot: hold the lease, train, deliver
-    "local/master": 1085,  # one master: Redis, samples, rounds, commits
-    "sync": 1019,  # sync mode: one job that resizes
-    "people": 2150,  # what a person asks and sees
+    "local/worker": 1385,  # one slot: hold the lease, train, deliver
+    "local/master": 1087,  # one master: Redis, samples, rounds, commits
+    "sync": 1014,  # sync mode: one job that resizes
+    "people": 2149,  # what a person asks and sees
     "lab": 1130,  # trying and proving; nothing imports it
     "commands": 467,  # click: options, checks, exit codes
     ".": 187,  # the public names, and the tasks that come along

@@ -51,6 +51,16 @@ class Program:
         self.failure = error
         return is_same
 
+    def restart(self, failed: End, doomed: str) -> End | None:
+        """None: the ranks start again. `doomed`: who has failed twice at its start, so that
+        the run fails, too; "": nobody."""
+        if doomed:
+            what = f"{doomed} failed twice at its start: {failed.reason}"
+            self.run.mark_failed(what, failed.detail)
+            return failed
+        self.event("restart", reason=failed.reason)
+        return None
+
     @property
     def _who(self) -> dict:
         return {"role": self.role, "slot": self.slot, "attempt": self.attempt}

@@ -56,28 +56,26 @@ def mean_delta(
     return mean
 
 
-def products(mean: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
-    """g b, g g and b b of a fragment, for `cosine`."""
-    return torch.stack([mean.dot(momentum), mean.dot(mean), momentum.dot(momentum)])
-
-
-def cosine(products: torch.Tensor) -> float | None:
-    """Of g and b, by the `products` (fragments, 3); None if either is zero, or not
-    finite."""
-    both, mean, momentum = products.sum(0).tolist()
-    length = math.sqrt(mean * momentum)
-    return both / length if 0 < length < math.inf else None
-
-
 def outer_step(
     params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor, lr: float, mu: float
-) -> None:
+) -> torch.Tensor:
     """Apply the outer optimizer to a fragment, in place; consumes its `mean`. The bits are
-    those of torch.optim.SGD.
+    those of torch.optim.SGD. Returns g b, g g and b b of before, for `cosine`.
 
     Written by hand, because torch.optim imports torch's compiler, which takes a new master
     a second and a half; and in pieces that fit a cache.
     """
+    products = torch.zeros(3)
     for param, b, g in zip(*(part.split(TILE) for part in (params, momentum, mean)), strict=True):
+        products += torch.stack([g.dot(b), g.dot(g), b.dot(b)])
         b.mul_(mu).add_(g)
         param.add_(g.add_(b, alpha=mu), alpha=-lr)
+    return products
+
+
+def cosine(products: torch.Tensor) -> float | None:
+    """Of g and b, by what `outer_step` returned of each fragment (fragments, 3); None if
+    either is zero, or not finite."""
+    both, mean, momentum = products.sum(0).tolist()
+    length = math.sqrt(mean * momentum)
+    return both / length if 0 < length < math.inf else None

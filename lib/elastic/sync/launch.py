@@ -137,12 +137,7 @@ class Launcher:
         if is_unfit or self.program.crashes > self.config.sync.crash_retries or self.notice:
             return failed
         begun = before or self.run.jobs.progress() or self.run.commits.newest_version() > 0
-        if is_same and not begun:
-            why = f"the trainer failed twice at its start: {end.reason}"
-            self.run.mark_failed(why, failed.detail)
-            return failed
-        self.program.event("restart", reason=end.reason)
-        return None
+        return self.program.restart(failed, "the trainer" if is_same and not begun else "")
 
     # ---- its nodes
 

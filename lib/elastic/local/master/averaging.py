@@ -119,23 +119,24 @@ class Averager:
             return None
         draft = VersionDraft(self.run, commit.version, f"epoch{commit.master_epoch}")
         try:
-            files = self.advance(commit, parts, draft)
-            agreement = merge.cosine(self._products)
+            files, agreement = self.advance(commit, parts, draft)
             return draft.commit(self.layout, files, replace(commit, agreement=agreement))
         except Exception:
             draft.discard()
             raise
 
-    def advance(self, commit: Commit, parts: list[Part], draft: VersionDraft) -> list[dict]:
-        """Write the next version into a draft; the entries of its files. After an error it
-        may be called again, and begins with the base's files. Raises Damaged, TryAgain, and
-        OSError, as of a full disk."""
+    def advance(self, commit: Commit, parts: list[Part], draft: VersionDraft) -> tuple:
+        """Write the next version into a draft; the entries of its files, and the agreement
+        of the round. After an error it may be called again, and begins with the base's
+        files. Raises Damaged, TryAgain, and OSError, as of a full disk."""
         if self._held != commit.version - 1:
             self._hold(commit.version - 1)
-        self._held, self._products = -1, torch.zeros(len(self.indices), 3)
-        files = self._all(lambda index: self._advance_one(index, commit, parts, draft))
+        self._held = -1
+        done = self._all(lambda index: self._advance_one(index, commit, parts, draft))
         self._held = commit.version
-        return sorted(sum(files, []), key=lambda entry: entry["path"])
+        files, products = zip(*done, strict=True)
+        files = sorted(sum(files, []), key=lambda entry: entry["path"])
+        return files, merge.cosine(torch.stack(products))
 
     def _hold(self, version: int) -> None:
         self._held = -1  # no whole version is in memory
@@ -147,7 +148,8 @@ class Averager:
         found = read_exactly(self.run, self.run.commits.of(version), self.layout, index)
         self.params[index], self.momentum[index] = found
 
-    def _advance_one(self, index: int, commit: Commit, parts: list[Part], draft) -> list[dict]:
+    def _advance_one(self, index: int, commit: Commit, parts: list[Part], draft) -> tuple:
+        products = torch.zeros(3)
         if commit.taken_back is not None:  # its momentum may hold what made that version bad
             self._load(index, commit.taken_back - 1)
             self.momentum[index].zero_()
@@ -158,10 +160,10 @@ class Averager:
                 params.sub_(merge.mean_delta(params, terms, 1.0, mean))
             else:
                 merge.mean_delta(params, terms, self.config.local_sgd.reanchor, mean)
-                self._products[index] = merge.products(mean, self.momentum[index])
-                mu = commit.outer_momentum
-                merge.outer_step(params, self.momentum[index], mean, commit.outer_lr, mu)
-        return draft.write_fragment(self.layout, index, self.params[index], self.momentum[index])
+                products = merge.outer_step(params, self.momentum[index], mean,
+                                            commit.outer_lr, commit.outer_momentum)
+        tensors = self.params[index], self.momentum[index]
+        return draft.write_fragment(self.layout, index, *tensors), products
 
     def _terms(self, index: int, newest: int, parts: list[Part]) -> Iterator[merge.Term]:
         anchors: dict[int, torch.Tensor] = {}  # by version

@@ -273,13 +273,9 @@ class Agent:
         is_same = self.program.note_crash(training.error, bool(training.report.get("delivered")))
         if unfit or self.program.crashes > CRASHES_IN_PLACE or self.notice:
             return failed
-        if is_same and self.lease.has_nobody_trained():
-            what = f"worker {self.program.slot} failed twice at its start: {end.reason}"
-            self.program.run.mark_failed(what, failed.detail)
-            return failed
-        self.program.event("restart", reason=end.reason)
         self._steps = training.report["steps_total"] or self._steps
-        return None
+        is_doomed = is_same and self.lease.has_nobody_trained()
+        return self.program.restart(failed, f"worker {self.program.slot}" if is_doomed else "")
 
     def end(self, end: End, training: Training | None = None) -> int:
         """Say how it ended, and give the slot up; the exit code."""
