@@ -101,8 +101,8 @@ def check_change(run: RunDir, fewest: int, most: int, mode: str) -> None:
     try:
         config = load_written(run.path / "run.toml", changes)
     except UsageError as error:
-        why = error.what.partition("\n  ")[2]
-        raise UsageError(f"run {run.name} cannot have {', '.join(changes)}:\n  {why}") from None
+        what = f"run {run.name} cannot have {', '.join(changes)}: {error.what}"
+        raise UsageError(what) from None
     if is_other:
         _check_redis(config)
 
