@@ -150,11 +150,14 @@ class Replica:
             param = self.tensor(tensor.name)
             yield tensor, param, part_like(param, tensor.of(values))
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Go back to the base: this round's steps are void."""
-        for name, base in self.base.items():
-            _put(self.tensor(name), base)
+        self._put_all(self.base)
+
+    @torch.no_grad()
+    def _put_all(self, values: dict[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            _put(self.tensor(name), value)
         drop_copies(self.model)
 
     @contextlib.contextmanager
@@ -165,9 +168,7 @@ class Replica:
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, values in held.items():
-                    own_part(self.tensor(name)).copy_(values)
+            self._put_all(held)
 
     @torch.no_grad()
     def delta(self, index: int, into: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,6 +6,7 @@
 import math
 import os
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from elastic.run.records import Commit
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.train.group import Group
+from elastic.train.task import Interrupted
 from helpers import commit_of
 from running import running
 
@@ -67,6 +69,30 @@ def test_the_next_delta_holds_exactly_the_steps_since_the_last(replica):
     for index in replica.indices:
         assert torch.allclose(replica.it.whole(index), published[index] + since[index], atol=1e-5)
         assert torch.allclose(deltas(replica)[index], -since[index], atol=1e-5)
+
+
+def test_who_looks_at_the_base_leaves_the_steps_ahead_as_they_were():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+    layout = Layout.of(shapes(model), 64)
+    it = Replica(model, layout)
+    for index in range(len(layout.fragments)):
+        it.adopt(index, it.whole(index).to(it.empty(index).dtype))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.nn.init.normal_(model[0].weight)
+    model(torch.randn(8, 3))  # which BatchNorm counts
+    ahead = {name: value.clone() for name, value in model.state_dict().items()}
+    assert ahead["1.num_batches_tracked"] == 1
+
+    def interrupted() -> None:
+        with it.at_base():
+            assert_equal(model.state_dict(), before)
+            raise Interrupted  # by a notice
+
+    assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+    with pytest.raises(Interrupted):
+        interrupted()
+    assert_equal(model.state_dict(), ahead)
+    assert model[0].weight.requires_grad
 
 
 @pytest.mark.parametrize("taken_back", [None, 10])
