@@ -11,7 +11,7 @@ import pytest
 from elastic.base.errors import Exit
 from elastic.base.signals import Notice
 from elastic.people import describe
-from helpers import elastic, environment
+from helpers import ROOT, elastic, environment
 
 GOOD = {
     "top": "import torch",
@@ -161,6 +161,23 @@ def test_a_dry_run_says_so_and_fails(tmp_path):
     assert (done.returncode, "would start run noisy" in done.stdout) == (0, True), done
     assert "warning: no space on the filesystem of" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_files_for_validations_on_the_way_are_looked_for_before_they_are_due(tmp_path):
+    """A worker would have found out after 500 steps, each time."""
+    env = environment(tmp_path)
+    (tmp_path / "train.bin").write_bytes(bytes(4096))
+    (tmp_path / "valid.bin").write_bytes(bytes(4096))
+    small = "{dim=32, layers=1, heads=2, vocabulary=64, context=16}"
+    words = [ROOT / "etc/125m.toml", "--dry-run", "--set", "task.context=16",
+             "--set", f"task.files=['{tmp_path}/train.bin']", "--set", f"task.model={small}"]
+    done = elastic("submit", *words, env=env)
+    assert "warning: no step of the task was tried here: token file /path/to/valid" in done.stderr
+    given = f"task.validation_files=['{tmp_path}/valid.bin']"
+    done = elastic("submit", *words, "--set", given, env=env)
+    assert "no step of the task was tried here" not in done.stderr, done.stderr
+    done = elastic("submit", *words, "--set", "train.validate_every=0", env=env)
+    assert "no step of the task was tried here" not in done.stderr, done.stderr
 
 
 PRINTS = """

@@ -57,8 +57,7 @@ class Config(_Sections):
 
     def shown(self) -> "Config":
         """This without a secret: of redis.url only the server is there."""
-        url = keys.shown_url(self.redis.url)
-        return replace(self, redis=replace(self.redis, url=url))
+        return replace(self, redis=replace(self.redis, url=keys.shown_url(self.redis.url)))
 
     def to_toml(self) -> str:
         """This as TOML; `load` without a site file makes an equal Config of it."""

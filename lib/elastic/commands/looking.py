@@ -231,8 +231,8 @@ def evaluate(run: str, version: int | None, as_json: bool):
 def config(config: Path, overrides: tuple[str, ...], as_json: bool):
     """Print every value of CONFIG, with its origin.
 
-    It is a file for elastic-submit, too. etc/keys.toml says what each key means,
-    its unit and its default.
+    The output is a file for elastic-submit, too, but for a password in redis.url.
+    etc/keys.toml says what each key means, its unit and its default.
     """
     shown = configuration.load(config, overrides).shown()
     if as_json:

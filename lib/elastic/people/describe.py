@@ -68,6 +68,8 @@ def attempt(config, task, numel: int, is_here: bool) -> tuple[str, int]:
         if not isinstance(tokens, int) or tokens < 1:
             raise ElasticError(f"tokens(batch) is {tokens!r}: an integer above 0 is needed")
         per_sample = -(-tokens // 2) if hasattr(task, "tokens") else 0
+        if config.train.validate_every and hasattr(task, "validation_windows"):
+            task.windows(held_out=True)  # a LanguageTask's: a file may be missing
         if numel > MOST_TRIED:
             return f"{numel:,} parameters are too many", per_sample
         torch.manual_seed(config.run.seed)

@@ -111,8 +111,7 @@ def outer_step(config: Config) -> list[Choice]:
     mu = rounds.momentum(sgd.inner_steps, [1 / workers] * workers, sgd)
     lr = rounds.outer_lr(mu, 1.0, rounds.Running(), sgd)
     why = (f"for rounds of {sgd.inner_steps} steps" if config.train.optimizer == "adamw" else
-           f"{mu:.2g} where a round has {workers} workers")
-    why = f"{why}, with outer_lr {lr:.2g}"
+           f"{mu:.2g} where a round has {workers} workers") + f", with outer_lr {lr:.2g}"
     return [Choice("local_sgd.outer_momentum", sgd.outer_momentum, why)]
 
 
