@@ -51,6 +51,10 @@ class Config(_Sections):
         train = self.train
         return train.batch_size * train.accumulate * self.slurm.gpus_per_worker
 
+    def workers(self, gpus: int) -> int:
+        """Of local mode with so many GPUs, at least one."""
+        return max(1, gpus // self.slurm.gpus_per_worker)
+
     def origin(self, name: str) -> str:
         """Where "section.key" got its value: "default", "FILE:LINE" or "command line"."""
         return self.origins.get(name, "default")

@@ -92,7 +92,7 @@ def logs_to_come(run: RunDir) -> list[Path]:
     control = run.control()
     if control.mode == "sync":
         return [run.log_path("trainer", 0)]
-    workers = range(control.max // run.config().slurm.gpus_per_worker)
+    workers = range(run.config().workers(control.max))
     return [run.log_path("master", 0), *(run.log_path("worker", slot) for slot in workers)]
 
 

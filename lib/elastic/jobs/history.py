@@ -278,15 +278,12 @@ def _own(job: Job, record: Mapping | None) -> Mapping:
 
 
 def _outcome(job: Job, record: Mapping) -> tuple[str, str]:
-    state, held, cancelled = _word(job.state), job.broken_hold, job.cancelled_at is not None
+    state, held = _word(job.state), job.broken_hold
     said = record.get("outcome", "") if record.get("state") == "ended" else ""
-    # Its owner cancelled it: a preemption does not end in this state.
-    cancelled |= state == "CANCELLED" and said == Outcome.YIELDED
-    if said and not (said in (Outcome.FAILED, Outcome.YIELDED) and cancelled):
+    is_cancelled = job.cancelled_at is not None or _cancelled_by_owner(job, said, bool(record))
+    if said and not (is_cancelled and said in (Outcome.FAILED, Outcome.YIELDED)):
         return said, str(record.get("reason") or said)
-    # If it had a node, nobody cancelled it: Slurm ends a job so whose prolog has failed.
-    cancelled |= state == "CANCELLED" and not record and not (job.started_at and job.node)
-    if cancelled:
+    if is_cancelled:
         return (Outcome.HELD, held) if held else (Outcome.CANCELLED, "cancelled")
     if state in LOST_STATES:
         return Outcome.LOST, state
@@ -298,6 +295,14 @@ def _outcome(job: Job, record: Mapping) -> tuple[str, str]:
         return Outcome.KILLED, f"it left no word ({state})"
     why = f": {job.reason}" if job.reason not in ("", "None") else ""
     return Outcome.FAILED, f"it ended before it could start ({state}{why})"
+
+
+def _cancelled_by_owner(job: Job, said: str, has_record: bool) -> bool:
+    """No preemption ends in the state CANCELLED. A failed prolog does, and its job had a
+    node."""
+    had_node = bool(job.started_at and job.node)
+    is_clear = said == Outcome.YIELDED or not (has_record or had_node)
+    return _word(job.state) == "CANCELLED" and is_clear
 
 
 def _with_memory(row: Job, known: Job | None) -> Job:

@@ -189,10 +189,7 @@ def _resize(world: World, now: float) -> Iterator[Action]:
     started = [job for job in jobs if job.started
                and now - (job.cancelled_at or -math.inf) >= LEAVE_S[TRAINER]]
     limits, waiting = world.limits_of_gpus, [job for job in jobs if job.queued]
-    # GPUs beyond a limit of the user's never come free: there is nothing to wait for.
-    asking = [job for job in waiting if limits and job.asked
-              and (now >= job.grows_until or "QOS" in job.reason or "Assoc" in job.reason)]
-    if outdated := [job for job in asking if [*job.asked] != [*limits]]:
+    if outdated := [job for job in waiting if limits and _is_outdated(job, limits, now)]:
         for job in (each for each in outdated if not each.leaving(now)):
             missed = f"{job.asked[0]} GPUs have not become free"
             other = f"the run asks for {limits[0]} to {limits[1]} GPUs now"
@@ -205,6 +202,15 @@ def _resize(world: World, now: float) -> Iterator[Action]:
             reason = f"it has {world.gpus} GPUs, and {world.growth} are to be had"
             yield Action(GROW, TRAINER, 0, reason, waiting[0].job_id, gpus=world.growth)
             yield _notice(started[0], reason)
+
+
+def _is_outdated(successor: Job, limits: tuple[int, int], now: float) -> bool:
+    """Does it ask for other GPUs than the run may have? One that waits for GPUs to grow may
+    wait, but not for those beyond a limit of the user's, which never come free."""
+    if not successor.asked or [*successor.asked] == [*limits]:
+        return False
+    is_beyond_limit = any(word in successor.reason for word in ("QOS", "Assoc"))  # Slurm's words
+    return is_beyond_limit or now >= successor.grows_until
 
 
 def _cancel(world: World, now: float) -> Iterator[Action]:
@@ -293,17 +299,17 @@ def _fill(world: World, chains: dict[Place, list[Ended]], now: float) -> Iterato
         is_worker = place[0] == WORKER
         if place in taken or (is_worker and workers >= world.slots and place not in unsure):
             continue
-        wait = "a job may have been submitted already" if place in unsure else ""
-        wait = wait or _backing_off(chains.get(place, ()), world.backoff_s, now)
-        if foreign:
-            wait = f"the other mode's job {foreign[0]} is still there"
-        elif failed := _failing(memory, place):
-            wait = f"job {failed} has failed, and is leaving"
-        is_next = (is_worker, place[1]) < (memory.later_role == WORKER, memory.later_slot)
-        wait = wait or ("" if is_next or now >= memory.later_until else memory.later_reason)
-        if not wait and is_worker and pending >= world.max_pending:
-            wait = f"max_pending ({world.max_pending}) jobs are queued"
-        if wait:
+        failed = _failing(memory, place)
+        is_full = is_worker and pending >= world.max_pending
+        waits = (
+            foreign and f"the other mode's job {foreign[0]} is still there",
+            failed and f"job {failed} has failed, and is leaving",
+            "a job may have been submitted already" if place in unsure else "",
+            _backing_off(chains.get(place, ()), world.backoff_s, now),
+            _put_off(memory, place, now),
+            is_full and f"max_pending ({world.max_pending}) jobs are queued",
+        )
+        if wait := next(filter(None, waits), ""):  # the weightiest
             yield Action(WAIT, *place, wait)
             continue
         ahead = sorted((job for job in memory.jobs if job.place == place), key=_seniority)
@@ -330,6 +336,12 @@ def _backing_off(chain: Sequence[Ended], backoff_s: float, now: float) -> str:
     if not chain or now >= chain[0].at + delay_s:
         return ""
     return f"waits {delay_s:g} s after failure {len(chain)}: {chain[0].reason}"
+
+
+def _put_off(memory: Memory, place: Place, now: float) -> str:
+    """Why the scheduler is not asked again yet, from the place on that it took no job for."""
+    is_before = (place[0] == WORKER, place[1]) < (memory.later_role == WORKER, memory.later_slot)
+    return "" if is_before or now >= memory.later_until else memory.later_reason
 
 
 def _occasion(last: Ended | None) -> str:

@@ -204,26 +204,34 @@ class _Pass:
     def _growth(self) -> int:
         """The GPUs for which the trainer is to be started anew; 0: there are none, or it is
         not the time to ask."""
-        job, sync = _trainer_at_work(self.memory), self.config.sync
-        # A program of the user's may save as seldom as once an epoch.
-        if job is None or job.started_at is None or self.dry_run or self.config.run.command:
+        trainer, sync = _trainer_at_work(self.memory), self.config.sync
+        if trainer is None or not self._may_grow(trainer):
             return 0
-        avoided = bad_nodes(self.memory, self.now, TRAINER)
-        spec, gpus = self._spec(TRAINER, 0, avoided), self.facts.gpus_of(job)
-        endings = self.run.jobs.endings()
-        restarts = [end["startup_s"] for end in endings if end.get("startup_s")] or [RESTART_S]
-        costs = (statistics.median(restarts), cadence.observed_mtbi_s(endings))
-        is_young = self.now - job.started_at < sync.grow_after_s
-        if is_young or not gpus or not sizing.pays(gpus, spec.gpus[1], *costs):
+        spec = self._spec(TRAINER, 0, bad_nodes(self.memory, self.now, TRAINER))
+        gpus, most, costs = self.facts.gpus_of(trainer), spec.gpus[1], self._restart_costs()
+        if not sizing.pays(gpus, most, *costs):
             return 0
         spare = 0
         with contextlib.suppress(TryAgain):  # a site may show its nodes to nobody
-            spare = self.scheduler.spare_gpus(spec, spec.gpus[1] - gpus)
+            spare = self.scheduler.spare_gpus(spec, most - gpus)
         more = sizing.fit(sizing.node_counts(spec.gpus, 1, sync.sizes), gpus + spare)
         before = self.memory.spare_passes
         passes = before + 1 if sizing.pays(gpus, more, *costs) else min(0, before)
         self.memory = replace(self.memory, spare_passes=passes)
         return more if passes >= SPARE_PASSES else 0
+
+    def _may_grow(self, trainer: Job) -> bool:
+        if trainer.started_at is None or self.dry_run or not self.facts.gpus_of(trainer):
+            return False
+        # A program of the user's may save as seldom as once an epoch.
+        is_young = self.now - trainer.started_at < self.config.sync.grow_after_s
+        return not (is_young or self.config.run.command)
+
+    def _restart_costs(self) -> tuple[float, float]:
+        """How long a start takes, and how long a job stays, in seconds."""
+        endings = self.run.jobs.endings()
+        restarts = [end["startup_s"] for end in endings if end.get("startup_s")] or [RESTART_S]
+        return statistics.median(restarts), cadence.observed_mtbi_s(endings)
 
     def observe(self, jobs: Sequence[Job]) -> None:
         """Bring memory up to date with a listing and the exit records it makes
@@ -478,7 +486,7 @@ def world_of(facts: Facts, memory: Memory, growth: int = 0) -> World:
     if memory.later_host not in ("", node_name()):  # where jobs may not be submitted
         memory = replace(memory, later_until=0.0)
     is_sync, trainer = control.mode == "sync", _trainer_at_work(memory)
-    slots = 0 if is_sync else control.max // max(1, config.slurm.gpus_per_worker)
+    slots = 0 if is_sync else config.workers(control.max)
     return World(
         slots, memory, mode=control.mode, growth=growth,
         max_pending=config.elastic.max_pending, max_failures=config.elastic.max_failures,

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -319,28 +319,37 @@ def share_of_gpu(slurm) -> tuple[int, str]:
     """The CPUs and the memory (as sbatch takes it) that a GPU's share is on the smallest
     node of the partitions. 0 and "" if Slurm has a default, if the site's own options say
     it in another way, or if Slurm does not say. Raises TryAgain."""
-    names, there = slurm.partition.split(","), partitions()
-    given_by = [*(there.get(name, {}) for name in names), cluster()]
-    settings = [pair for each in given_by for pair in each.items()]
-    defaults = [f"{key}={value}" for key, value in settings if value != "UNLIMITED"]
-    given = " ".join((*defaults, *slurm.options))
+    names = slurm.partition.split(",")
+    given = _given_to_jobs(slurm, names)
     inside = [node for node in nodes() if node.partition in names]
     # With a constraint that is more than features, take all nodes.
     inside = [node for node in inside if _has_features(node, slurm)] or inside
     wanted = slurm.gres or ("gpu" if "--gpus" in given else "")
-    gpus_on = {node.name: gpus_of(node.gres, wanted) for node in inside}
-    shares = []
-    lines = show("node", ",".join(gpus_on)).splitlines() if any(gpus_on.values()) else ()
-    for node in map(_properties, lines):
-        if gpus := gpus_on.get(node["NodeName"]):
-            spared_mb = int(node.get("MemSpecLimit", "0"))
-            shares.append((int(node.get("CPUEfctv", node["CPUTot"])) // gpus,
-                           (int(node["RealMemory"]) - spared_mb) // gpus))
+    shares = [*_shares({node.name: gpus_of(node.gres, wanted) for node in inside})]
     cpus, megabytes = map(min, zip(*shares, strict=True)) if shares else (0, 0)
     # CPUs are threads: where only cores are to be used, a share would have too many.
-    is_said = re.search("DefCpuPerGPU|--cpus-per|(^| )-c|--hint|--threads-per-core", given)
-    is_known = megabytes >= LEAST_MB and not re.search("DefMemPer|--mem(?!-bind)", given)
-    return 0 if is_said else cpus, f"{megabytes}M" if is_known else ""
+    has_cpus = re.search("DefCpuPerGPU|--cpus-per|(^| )-c|--hint|--threads-per-core", given)
+    has_memory = megabytes < LEAST_MB or re.search("DefMemPer|--mem(?!-bind)", given)
+    return 0 if has_cpus else cpus, "" if has_memory else f"{megabytes}M"
+
+
+def _given_to_jobs(slurm, names: Sequence[str]) -> str:
+    """The settings of these partitions and of the cluster, and the site's options."""
+    there = partitions()
+    given_by = [*(there.get(name, {}) for name in names), cluster()]
+    settings = [pair for each in given_by for pair in each.items()]
+    defaults = [f"{key}={value}" for key, value in settings if value != "UNLIMITED"]
+    return " ".join((*defaults, *slurm.options))
+
+
+def _shares(gpus_on: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """A GPU's CPUs and megabytes on each of these nodes that has GPUs."""
+    if not any(gpus_on.values()):
+        return
+    for node in map(_properties, show("node", ",".join(gpus_on)).splitlines()):
+        if gpus := gpus_on.get(node["NodeName"]):
+            megabytes = int(node["RealMemory"]) - int(node.get("MemSpecLimit", "0"))
+            yield int(node.get("CPUEfctv", node["CPUTot"])) // gpus, megabytes // gpus
 
 
 def association(user: str, account: str, cluster_name: str) -> dict[str, str]:

@@ -47,7 +47,7 @@ def costs(config, model: estimate.Model | None) -> Costs:
 def _by_size(config, model: estimate.Model) -> dict[str, float]:
     settings, slurm, gpus = config.plan, config.slurm, config.elastic.max
     tokens = config.step_samples * (model.tokens_per_sample or 1)
-    saved_bytes, workers = SAVED * model.numel, max(1, gpus // slurm.gpus_per_worker)
+    saved_bytes, workers = SAVED * model.numel, config.workers(gpus)
     rates = estimate.Rates(process=settings.process_bytes, filesystem=settings.filesystem_bytes)
     cores = slurm.master_cpus or 16
     one, alone = (estimate.cost(model, count, cores, rates) for count in (workers, 1))

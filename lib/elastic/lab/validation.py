@@ -56,7 +56,7 @@ def trials(config: Callable[[list[str]], Config], arms: Sequence[str],
            seeds: int) -> Iterator[Trial]:
     """Every run there is to make. `config` is CONFIG with settings on top of it."""
     base = config([])
-    samples = max(1, base.elastic.max // base.slurm.gpus_per_worker) * base.step_samples
+    samples = base.workers(base.elastic.max) * base.step_samples
     for seed in range(seeds):
         for arm in (BASELINE, *arms):
             settings = [f"run.name={base.run.name}-{arm}-{seed}", f"run.seed={seed}",

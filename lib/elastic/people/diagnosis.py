@@ -392,7 +392,7 @@ def wanted_jobs(config) -> tuple[int, int]:
     if config.run.mode == "sync":
         return 2, 1  # the trainer, and its successor behind it
     limits, per_worker = config.elastic, config.slurm.gpus_per_worker
-    return 1 + limits.max // per_worker, 1 + math.ceil(limits.min / per_worker)
+    return 1 + config.workers(limits.max), 1 + math.ceil(limits.min / per_worker)
 
 
 # ---- files, Redis, network -----------------------------------------------------------

@@ -107,7 +107,7 @@ def outer_step(config: Config) -> list[Choice]:
     """How far the outer step goes, where that is left open. Pure."""
     if not is_open(config, "local_sgd.outer_momentum"):
         return []
-    sgd, workers = config.local_sgd, _workers(config)
+    sgd, workers = config.local_sgd, config.workers(config.elastic.max)
     mu = rounds.momentum(sgd.inner_steps, [1 / workers] * workers, sgd)
     lr = rounds.outer_lr(mu, 1.0, rounds.Running(), sgd)
     why = (f"for rounds of {sgd.inner_steps} steps" if config.train.optimizer == "adamw" else
@@ -145,11 +145,7 @@ def _allowed(config: Config) -> list[tuple[str, str]]:
 def _way(config: Config, model: Model, rates: Rates, codec: str, overlap: str) -> Way:
     model = coded(model, config.local_sgd.compression, codec)
     cpus = config.slurm.master_cpus or 16
-    stall_s = estimate.cost(model, _workers(config), cpus, rates).stall_s
+    stall_s = estimate.cost(model, config.workers(config.elastic.max), cpus, rates).stall_s
     share = ENOUGH if overlap == "off" else 1 / AHEAD
     steps = math.ceil(stall_s / share / estimate.step_s(model, config))
     return Way(codec, overlap, steps, stall_s)
-
-
-def _workers(config: Config) -> int:
-    return max(1, config.elastic.max // config.slurm.gpus_per_worker)

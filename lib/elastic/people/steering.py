@@ -81,7 +81,7 @@ def on_paper(ready: Prepared) -> str:
         return text
     if not ready.model:
         return f"{text}\n  model             cannot be known here: {ready.reason}"
-    workers = config.elastic.max // config.slurm.gpus_per_worker
+    workers = config.workers(config.elastic.max)
     paper = estimate.report(ready.model, workers, config, ready.rates)
     return "\n".join([text, *_chosen(ready), paper])
 

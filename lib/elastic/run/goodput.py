@@ -142,10 +142,10 @@ def _divided(job: Allocation, work: Sequence[Work]) -> Iterator[tuple[str, float
     """(part, seconds) from the job's start to its end, without gap or overlap."""
     at, begun, is_late = job.start, None, False
     for piece in work:
-        is_late = piece.stop > job.end and piece.attempt == begun  # a later master took it
-        start = at if is_late else min(max(piece.start, at), job.end)
-        stop = min(max(start + piece.stop - piece.start if is_late else piece.stop, start), job.end)
-        if piece.attempt == begun:
+        is_next = piece.attempt == begun
+        is_late = is_next and piece.stop > job.end  # a later master took it
+        start, stop = _within(job, piece, at, is_late)
+        if is_next:
             waited_s = min(start - at, max(piece.stall_s, 0.0))
             yield "waiting", waited_s
             yield "lost", start - at - waited_s  # rounds in between that were rejected
@@ -153,6 +153,21 @@ def _divided(job: Allocation, work: Sequence[Work]) -> Iterator[tuple[str, float
             yield from _restart(job, at, start, begun)
         yield "replay" if piece.again else "training", stop - start
         at, begun = stop, piece.attempt
+    yield from _last_stretch(job, at, begun, is_late)
+
+
+def _within(job: Allocation, piece: Work, at: float, is_late: bool) -> tuple[float, float]:
+    """When the piece began and ended in the job, not before `at`. A late piece was done
+    before the job ended, whenever a master took it: it is moved to `at`."""
+    start = at if is_late else min(max(piece.start, at), job.end)
+    stop = start + piece.stop - piece.start if is_late else piece.stop
+    return start, min(max(stop, start), job.end)
+
+
+def _last_stretch(
+    job: Allocation, at: float, begun: tuple[int, int] | None, is_late: bool
+) -> Iterator[tuple[str, float]]:
+    """From the last piece of work to the job's end."""
     noticed = min(max(job.notice or job.end, at), job.end)
     if not job.outcome:
         yield "open" if begun else "start-up", noticed - at
