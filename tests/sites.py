@@ -28,7 +28,10 @@ NEEDS = [
     pytest.mark.skipif(not shutil.which("bindfs"), reason="needs bindfs, for files seen late"),
 ]
 
+# A node that comes back before its end was done would be killed then: one after the other.
 POWER = """
+exec 9>> "$SLURM_CONF.power"
+flock 9
 export ELASTIC_PYTHON={python}
 box=$(dirname "$SLURM_CONF")
 for node in $(scontrol show hostnames "$1"); do
