@@ -23,6 +23,7 @@ CRASH = {
         ({"code": -9, "notice": "SIGTERM"}, "yielded",
          "notice, and the ranks ended with signal SIGKILL"),
         ({"code": -9}, "crashed", "the ranks ended with signal SIGKILL"),
+        ({"code": -40}, "crashed", "the ranks ended with signal 40"),  # it has no name
         ({"code": 0, "closing": "done"}, "done", "run done"),
         ({"code": 75, "notice": "SIGUSR1"}, "yielded", "notice: SIGUSR1"),
         ({"code": 75}, "yielded", "the ranks left on a notice"),

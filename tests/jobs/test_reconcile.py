@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -28,7 +29,7 @@ from elastic.jobs.history import Job
 from elastic.jobs.reconcile import run_pass
 from elastic.jobs.sched import Elsewhere, Refused, RetryLater, job_name, parse_job_name
 from elastic.jobs.sched_local import LocalScheduler
-from elastic.run.rundir import Control
+from elastic.run.rundir import Control, RunDir
 from helpers import PATIENCE, ROOT, wait_until
 
 NOW = 1_800_000_000.0
@@ -857,6 +858,16 @@ def test_one_broken_run_does_not_keep_the_others_waiting(make_run, run, slurm, a
     assert len(did(report)) == 5
     assert [line.split(":")[0] for line in report.errors] == ["broken", "gone"]
     assert report.lines()[:2] == report.errors
+
+
+def test_a_pass_over_a_copy_of_a_run_does_not_touch_its_jobs(run, slurm, again):
+    again()
+    copy = run.path.parent / "elsewhere" / run.name
+    shutil.copytree(run.path, copy)
+    RunDir(copy).set_control(state="stopped")
+    report = again(runs=[RunDir(copy)])
+    assert (did(report), slurm.cancelled) == ([], [])
+    assert f"run name taken: {run.name!r} is {run.path}" in report.errors[0]
 
 
 def test_a_run_that_cannot_keep_its_notes_is_named_and_the_others_keep_theirs(

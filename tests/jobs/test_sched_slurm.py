@@ -521,6 +521,31 @@ def test_who_looks_in_a_loop_shares_an_answer_until_something_is_done(tmp_path, 
     assert questions() == 6
 
 
+def test_a_slow_answer_of_before_does_not_hide_what_has_changed_since(tmp_path, monkeypatch):
+    """Somebody had asked a busy controller: a job that had ended ran again, and its successor was
+    cancelled."""
+    monkeypatch.setenv("ELASTIC_HOME_DIR", str(tmp_path))
+    for name in ("before", "after"):
+        (tmp_path / name).write_text(SQUEUE.replace("RUNNING", "PREEMPTED" * (name == "after")))
+    after = fake_command(tmp_path, "squeue", f"cat {tmp_path}/$ANSWER")
+    fake_command(tmp_path, "scancel", "true")
+    mine = SlurmScheduler(after | {"ANSWER": "after"})
+    real = sched_slurm.ask
+
+    def slow(*argv, **of):
+        answer = real(*argv, **of)
+        if of["environment"]["ANSWER"] == "before":
+            meanwhile.pop()()
+        return answer
+
+    monkeypatch.setattr(sched_slurm, "ask", slow)
+    seen, meanwhile = mine.jobs(), []
+    for happens in (mine.jobs, lambda: mine.cancel("1")):
+        meanwhile.append(happens)
+        SlurmScheduler(after | {"ANSWER": "before"}).jobs()
+        assert mine.jobs(within_s=30) == seen
+
+
 def test_an_sbatch_that_answers_nothing_usable_leaves_it_unsure(tmp_path):
     spec = make_spec(tmp_path, SLURM_TOML, environment=fake_command(tmp_path, "sbatch", "echo ok"))
     with pytest.raises(TryAgain):
@@ -780,6 +805,9 @@ def test_spare_is_what_is_idle_while_nobody_else_waits(stage):
         stage.started(job_id)
         waiting = stage.submit()  # of the run itself
         assert spare() == 2
+        stage.box.run("sbatch", "--partition=preempt", "--hold", "--comment=of\ntwo lines",
+                      "--output=/dev/null", "--wrap=true")
+        assert spare() == 2
         stage.box.run("sbatch", "--partition=preempt", "--nodes=3", "--exclusive",
                       "--output=/dev/null", "--wrap=true")
         wait_until(lambda: spare() == 0, 30, "somebody else waits")
@@ -813,12 +841,15 @@ def test_spare_are_nodes_that_the_jobs_own_options_let_it_have(tmp_path, options
 @pytest.mark.parametrize(("row", "spare"), [
     (("Resources", "{me}", "job", ""), 0), (("Priority", "{me}", "a/t0@elastic", ""), 1),
     (("Priority", "4711", "a/t0@elastic", ""), 0), (("Dependency", "4711", "job", ""), 1),
+    (("JobHeldUser", "4711", "job", '{\n "project": 7\n}'), 1),
+    (("Priority", "4711", "job", '{\n "project": 7\n}'), 0),
 ])
 def test_another_users_elastic_waits_as_anybody_does(tmp_path, row, spare):
     """Its name made it one of our own: we took the nodes that it was waiting for."""
-    listing = "\x1f".join(row).format(me=os.getuid())
+    listing = "\x1f".join(row).replace("{me}", str(os.getuid()))
     fake_command(tmp_path, "sinfo", "echo 'gpu\x1fn1\x1f\x1f\x1fidle\x1fgpu:2\x1fa'")
-    given = fake_command(tmp_path, "squeue", f"echo '{listing}'")
+    rows = f"'Dependency\x1f1\x1fa\x1f' '{listing}'"
+    given = fake_command(tmp_path, "squeue", rf"printf '%s\036\n' {rows}")
     spec = make_spec(tmp_path, MINIMAL_TOML, "trainer", 0)
     slurm = replace(spec.config.slurm, partition="gpu")
     spec = replace(spec, config=replace(spec.config, slurm=slurm))

@@ -142,6 +142,17 @@ def test_a_task_that_lacks_a_file_may_find_it_elsewhere_but_not_where_its_jobs_r
     assert (code, "No such file or directory: 'none.pt'" in said) == (Exit.USAGE, True), said
 
 
+def test_a_package_that_is_missing_here_may_be_on_the_nodes_whatever_its_name(
+    tmp_path, monkeypatch, capfd
+):
+    """"lightly_task" begins with "lightly", and was said to be missing itself."""
+    for name, code in (("lightly_task", Exit.ERROR), ("lightly", Exit.USAGE)):
+        path = write(tmp_path, name, top="import lightly")
+        if name == "lightly":
+            path.with_suffix(".py").unlink()
+        assert tried(path, monkeypatch, capfd)[0] == code
+
+
 def test_the_relative_paths_of_a_task_begin_in_its_folder(tmp_path, monkeypatch, capfd):
     """They did in the folder that a user happened to be in, and for jobs in the run's."""
     dataset = "return [torch.ones(int(open('count.txt').read()))] * 9"

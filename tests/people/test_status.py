@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic.base.errors import TryAgain
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.history import Job
 from elastic.jobs.sched import Elsewhere
 from elastic.people import status
@@ -214,6 +214,19 @@ def test_of_a_run_that_is_over_no_redis_is_asked(runs, monkeypatch, depth: Depth
         scheduler.jobs = silent  # who knows who is there
         status.observe_all([stopped], depth)
         assert came
+
+
+def test_where_there_is_no_slurm_a_run_is_not_said_to_be_damaged(runs, monkeypatch):
+    """A host for transfers, or a cron without Slurm on PATH."""
+
+    def missing(_within_s: float) -> list[Job]:
+        raise ElasticError("Command not found: squeue", "is PATH right?")
+
+    monkeypatch.setattr(status, "open_scheduler", lambda *_: SimpleNamespace(jobs=missing))
+    runs[0].mark_done({"reason": "nothing is left to train"})
+    rows = status.observe_all(runs[:2])
+    assert [row["state"] for row in rows] == ["done", "unknown"]
+    assert "Command not found: squeue" in rows[1]["reason"]
 
 
 def test_a_run_that_no_pass_has_looked_at_for_minutes_says_so(runs):

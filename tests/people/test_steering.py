@@ -121,6 +121,8 @@ def test_a_copy_of_a_run_does_not_take_its_name(run):
     shutil.copytree(run.path, copy)
     with pytest.raises(UsageError, match=f"run name taken: .* is {run.path}"):
         steering.scale(RunDir(copy), None, None, None)
+    with pytest.raises(UsageError, match="run name taken"):
+        steering.stop(RunDir(copy), now=True)
     with pytest.raises(UsageError, match="no name for a run: 'a b'"):
         steering.scale(RunDir(copy.rename(copy.with_name("a b"))), None, None, None)
     other = copy.with_name("a b").rename(copy.with_name("other"))

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -75,14 +75,16 @@ class Node:
     def no_ip(self) -> None:
         self._ip("exit 127")
 
-    def chosen(self, master: str = "10.0.0.1", **extra: str) -> tuple[dict[str, str], str]:
-        """What a command under rank.sh finds, of NAMES; and what was said."""
+    def chosen(
+        self, master: str = "10.0.0.1", names: Sequence[str] = NAMES, **extra: str
+    ) -> tuple[dict[str, str], str]:
+        """What a command under rank.sh finds, of `names`; and what was said."""
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         env = given(PATH=path, ELASTIC_SYSFS=str(self.sysfs), MASTER_ADDR=master) | extra
         done = subprocess.run([RANK, "env"], env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
-        return {name: found[name] for name in NAMES if name in found}, done.stderr
+        return {name: found[name] for name in names if name in found}, done.stderr
 
     def _ip(self, body: str) -> None:
         program = self.folder / "bin" / "ip"
@@ -109,6 +111,15 @@ def test_ranks_start_under_the_bash_of_older_systems(node, tmp_path):
     (tmp_path / "older").write_text("unset EPOCHSECONDS EPOCHREALTIME SRANDOM BASH_ARGV0\n")
     node.interfaces(ETH)
     assert node.chosen(BASH_ENV=str(tmp_path / "older"))[0]["NCCL_SOCKET_IFNAME"] == "eth0"
+
+
+def test_what_a_shell_says_of_its_rank_does_not_count_in_a_step(node):
+    """Left over from a test of torch, or from the step that a shell was started in: each of the
+    ranks was rank 0 of 1."""
+    node.interfaces(ETH)
+    step = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"}
+    found, _ = node.chosen(**step, names=("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    assert found == {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
 
 
 def test_without_rdma_it_is_the_interface_that_routes_to_the_master(node):

@@ -336,7 +336,8 @@ class End:
 
 def name_of(exit_code: int) -> str:
     """How a process ended, in words: "code 1" or "signal SIGKILL" (negative codes)."""
-    return f"code {exit_code}" if exit_code >= 0 else f"signal {signal.Signals(-exit_code).name}"
+    name = {each.value: each.name for each in signal.Signals}.get(-exit_code, -exit_code)
+    return f"code {exit_code}" if exit_code >= 0 else f"signal {name}"
 
 
 def end_of_run(closing: str) -> End:

@@ -98,6 +98,7 @@ def run_pass(runs: Sequence[RunDir], now: float, dry_run: bool = False,
         for run in runs:
             with _errors_of(run, report):
                 check_answers(run)
+                run.check_name()
                 if not _is_closed(run) and (dry_run or locks.enter_context(_lock(run, wait_s))):
                     one = _Pass(run, now, dry_run, within_s)
                     passes[sched.cluster_of(one.config.run.scheduler, one.environment)].append(one)

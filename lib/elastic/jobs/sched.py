@@ -117,7 +117,9 @@ def open_scheduler(config: Config, environment: Mapping[str, str] | None = None)
 
 
 def scheduler_of(run: RunDir):
-    """The scheduler that a run was submitted to: cron's environment does not lead to it."""
+    """The scheduler that a run was submitted to: cron's environment does not lead to it.
+    Raises UsageError for a copy of a run: the jobs are the original's."""
+    run.check_name()
     return open_scheduler(run.config(), run.environment())
 
 

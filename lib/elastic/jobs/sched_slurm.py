@@ -64,6 +64,7 @@ _NO_ANSWER = re.compile(
     "Transport endpoint|communication|standby mode"
 )
 _PRIVATE = "this site shows it to nobody (PrivateData in slurm.conf)"
+_VOID = "void"  # in place of an answer: something has changed since
 _GONE = re.compile("Invalid job id|already completing or completed")
 _NOT_NOW = re.compile("(?i)SubmitJob|inactive or drain|not available now|try again|temporar|munge")
 
@@ -85,12 +86,12 @@ class SlurmScheduler:
     def jobs(self, within_s: float = 0.0) -> list[Job]:
         # Answers of squeue are costly where many ask.
         with contextlib.suppress(OSError):
-            if 0 <= time.time() - self._listing.stat().st_mtime < within_s:
-                return parse_squeue(self._listing.read_text())
+            is_fresh = 0 <= time.time() - self._listing.stat().st_mtime < within_s
+            if is_fresh and (known := self._listing.read_text()) != _VOID:
+                return parse_squeue(known)
         self._check_cluster()
-        answer = self._ask(*_SQUEUE)
-        with contextlib.suppress(OSError):
-            write_atomic(self._listing, answer.encode(), 0o600)
+        asked_at, answer = time.time(), self._ask(*_SQUEUE)
+        self._keep(answer, asked_at)
         return parse_squeue(answer)
 
     def submit(self, spec: JobSpec) -> str:
@@ -128,10 +129,19 @@ class SlurmScheduler:
             what = f"this is cluster {here}, and the run's jobs are on {self._cluster}"
             raise sched.Elsewhere(what, "ask there")
 
-    def _forget(self) -> None:
-        """Make the stored answer void: something is about to change."""
+    def _keep(self, answer: str, asked_at: float) -> None:
+        """Store an answer, unless there is one to a later question."""
         with contextlib.suppress(OSError):
-            self._listing.unlink()
+            if not self._listing.exists() or self._listing.stat().st_mtime < asked_at:
+                write_atomic(self._listing, answer.encode(), 0o600)
+                os.utime(self._listing, (asked_at, asked_at))
+
+    def _forget(self) -> None:
+        """Make void the stored answer, and those that a slow squeue is about to give:
+        something will change."""
+        with contextlib.suppress(OSError):
+            self._listing.unlink(missing_ok=True)  # on a full disk, too
+        self._keep(_VOID, time.time())
 
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
         """On nodes that are idle and nothing else, while nobody else waits for the
@@ -157,12 +167,13 @@ class SlurmScheduler:
     def _others_wait(self, partition: str) -> bool:
         """Would a job of somebody else get what is free, or what a restart lets go for a
         moment?"""
-        columns = f"--format={_FIELD.join(('%r', '%U', '%j', '%k'))}"
+        columns = f"--format={_FIELD.join(('%r', '%U', '%j', '%k'))}{_RECORD}"
         where = ("--states=PENDING", f"--partition={partition}")
-        lines = self._ask("squeue", "--noheader", *where, columns).splitlines()
+        # A comment may have several lines.
+        jobs = self._ask("squeue", "--noheader", *where, columns).split(_RECORD)[:-1]
         return any(reason in ("Resources", "Priority")
                    and not (user == str(os.getuid()) and any(map(parse_job_name, names)))
-                   for reason, user, *names in (line.split(_FIELD) for line in lines))
+                   for reason, user, *names in (job.lstrip("\n").split(_FIELD) for job in jobs))
 
 
 def release_nodes(job_id: str, kept: int) -> None:

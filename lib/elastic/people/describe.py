@@ -120,7 +120,8 @@ def run(_notice: Notice) -> int:
         words = "".join(traceback.format_exception(type(error), error, frames))
         print(error if isinstance(error, ElasticError) else words, file=sys.stderr)
         # A task whose own module is missing is missing everywhere.
-        is_own = config.run.task.startswith(getattr(error.__cause__, "name", None) or ":")
+        missing, module = getattr(error.__cause__, "name", ""), config.run.task.split(":")[0]
+        is_own = f"{module}.".startswith(f"{missing}.")
         is_own = is_own or not _is_lacking(error, is_here)
         return Exit.USAGE if tries and is_own else Exit.ERROR
     answer = json.dumps({"model": asdict(model), "untried": untried})

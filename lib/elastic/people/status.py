@@ -165,7 +165,7 @@ def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> L
         return Listing(open_scheduler(run.config(), environment).jobs(within_s))
     except Elsewhere as other:
         return Listing(trouble=f"{other.what}: {other.hint}")
-    except TryAgain as silence:
+    except ElasticError as silence:  # there may be no Slurm on this machine
         return Listing(trouble=f"the scheduler does not answer: {silence.what}")
 
 

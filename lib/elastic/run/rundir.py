@@ -117,16 +117,21 @@ class RunDir:
             raise ElasticError(f"cannot make the run directory: {error}", hint) from None
         return run
 
+    def check_name(self) -> None:
+        """Raise UsageError if the run's name leads to another run, of which this may be a
+        copy: jobs go by the name."""
+        link, here = registry_dir() / "runs" / self.name, os.path.realpath(self.path)
+        if (there := os.path.realpath(link)) != here and _run_at(link):
+            hint = "rename this folder: jobs go by the name, and the other run may have some"
+            raise UsageError(f"run name taken: {self.name!r} is {there}", hint)
+
     def register(self) -> None:
         """Have the run's name lead to this folder, which may have been moved. UsageError if
         it leads to another run, or is none."""
+        self.check_name()
         link, here = registry_dir() / "runs" / self.name, os.path.realpath(self.path)
-        there = os.path.realpath(link)
-        if there == here:
+        if os.path.realpath(link) == here:
             return
-        if _run_at(link):
-            hint = "rename this folder: jobs go by the name, and the other run may have some"
-            raise UsageError(f"run name taken: {self.name!r} is {there}", hint)
         if not NAME.holds(self.name):
             what = f"no name for a run: {self.name!r}"
             raise UsageError(what, f"the name of its folder has to have {NAME.rule}")
