@@ -19,11 +19,19 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from elastic.base import durable
 from elastic.base.errors import ElasticError
 from elastic.saved import inner_state, versions
 from elastic.saved.drafts import Measured
 from elastic.saved.layout import Layout
-from elastic.saved.versions import VersionDraft, prune, read_layout, read_params, remove_drafts
+from elastic.saved.versions import (
+    VersionDraft,
+    prune,
+    read_exactly,
+    read_layout,
+    read_params,
+    remove_drafts,
+)
 from forks import KILLED, at_nth_step, in_children, killed_at
 from helpers import commit_of
 from merging import Rounds, read_outer
@@ -391,6 +399,47 @@ def test_a_damaged_file_is_refused_with_its_path_and_what_it_should_be(run, name
 def flipped(data):
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+def test_a_version_that_is_pruned_while_it_is_read_is_refused_as_one_that_is_gone(
+    run, monkeypatch
+):
+    """safetensors raised a FileNotFoundError, of which a worker died: it had come too late for
+    this version, and there was a newer one."""
+    commit(run, 0)
+    checksum = durable.checksum
+
+    def slow(path: Path) -> str:
+        told = checksum(path)
+        prune(run, 5, 3, 0)
+        return told
+
+    monkeypatch.setattr(durable.damage, "__defaults__", (slow,))
+    with pytest.raises(ElasticError, match="it is gone"):
+        read_params(run, run.commits.of(0), LAYOUT, 0)
+
+
+def test_a_file_that_cannot_be_opened_for_a_moment_is_opened_again(run, monkeypatch):
+    """safetensors calls each such error a missing file. A link to itself stands for the stale
+    handle of a network filesystem."""
+    commit(run, 0)
+    path = run.version_path(0) / "outer-00.safetensors"
+    real, tries = versions.load_file, []
+
+    def load(where: Path) -> dict:
+        tries.append(where)
+        if len(tries) > 1:
+            return real(where)
+        aside = path.rename(path.with_name("aside"))
+        path.symlink_to(path)
+        try:
+            return real(where)
+        finally:
+            aside.rename(path)
+
+    monkeypatch.setattr(versions, "load_file", load)
+    read_exactly(run, run.commits.of(0), LAYOUT, 0)
+    assert len(tries) == 2
 
 
 def test_a_file_that_the_commit_does_not_name_is_never_read(run):

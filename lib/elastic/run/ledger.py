@@ -196,7 +196,8 @@ class Ledger:
     def _open_epoch(self) -> bool:
         if not self.samples or (self.epochs and self._opened >= self.epochs):
             return False
-        self.free.add([(self._opened, 0, self.samples)])
-        self.free.remove(self.committed)
+        whole = [(self._opened, 0, self.samples)]
+        self.free.add(whole)
+        self.free.remove(self.committed.common(whole))
         self._opened += 1
         return True

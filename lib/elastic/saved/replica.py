@@ -90,7 +90,8 @@ def _put(param: torch.Tensor, values: torch.Tensor) -> None:
     own = own_part(param)
     if not is_float(own):
         values = values.to(own.device)
-        values = torch.where(own.float() == values, own, values.round().to(own.dtype))
+        rounded = values.round() if is_float(values) else values
+        values = torch.where(own.float() == values, own, rounded.to(own.dtype))
     own.copy_(values, non_blocking=True)
 
 

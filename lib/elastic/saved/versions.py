@@ -11,6 +11,7 @@ One file per fragment. A version is written and committed as drafts.py says.
 """
 
 import contextlib
+import errno
 import json
 import re
 from collections.abc import Iterator
@@ -87,15 +88,33 @@ def read_layout(run: RunDir, version: int) -> Layout:
 def read_params(run: RunDir, commit: Commit, layout: Layout, index: int) -> torch.Tensor:
     """The published parameters of a fragment: flat, bf16 (buffers: float32). Raises
     ElasticError if damaged."""
-    tensors = durable.insist(load_file, verified(run, commit, f"params-{index:02d}.safetensors"))
+    tensors = _tensors(run, commit, f"params-{index:02d}.safetensors")
     return _flat(layout, index, tensors, "")
 
 
 def read_exactly(run: RunDir, commit: Commit, layout: Layout, index: int) -> list[torch.Tensor]:
     """A fragment's parameters and outer momentum: flat, float32. Raises ElasticError if
     damaged."""
-    tensors = durable.insist(load_file, verified(run, commit, f"outer-{index:02d}.safetensors"))
+    tensors = _tensors(run, commit, f"outer-{index:02d}.safetensors")
     return [_flat(layout, index, tensors, prefix) for prefix in ("param/", "momentum/")]
+
+
+def _tensors(run: RunDir, commit: Commit, name: str) -> dict[str, torch.Tensor]:
+    """What a committed file holds. Raises ElasticError, also if it is pruned meanwhile."""
+    path = verified(run, commit, name)
+    try:
+        return durable.insist(_load, path)
+    except FileNotFoundError:
+        raise ElasticError(f"committed file cannot be read: {path}: it is gone") from None
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    """safetensors calls every failure of open() a missing file: open it once more to see."""
+    try:
+        return load_file(path)
+    except FileNotFoundError as error:
+        path.open("rb").close()
+        raise OSError(errno.ESTALE, str(error)) from None  # it has passed
 
 
 def verified(run: RunDir, commit: Commit, name: str) -> Path:

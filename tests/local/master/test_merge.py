@@ -8,6 +8,7 @@ elsewhere the tolerance is a few units in the last place.
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -450,6 +451,21 @@ def test_bytes_that_went_bad_are_refused_and_later_stop_only_their_own_delta(
     alone.close([alone.deliver(0, -runs_delta(runs, good), 10)])
     runs.close([good])
     assert torch.equal(runs.theta, alone.theta)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_late_delta_whose_version_cannot_be_read_any_more_stops_no_run(open_rounds, is_there):
+    """Every master died of it: the newest version was whole, and no other was ever made."""
+    runs = open_rounds(torch.zeros(SIZE), *DILOCO)
+    late = runs.put(0, torch.randn(SIZE), 10)
+    runs.close([runs.deliver(1, torch.randn(SIZE), 10)])
+    file = runs.run.version_path(0) / "outer-00.safetensors"
+    file.write_bytes(b"x") if is_there else shutil.rmtree(file.parent)
+    checked = [runs.averager.check(late), runs.deliver(1, torch.randn(SIZE), 10)]
+    with pytest.raises(Damaged) as lost:
+        runs.close(checked)
+    assert (lost.value.key, lost.value.why.rule) == (late.key, Rule.UNREADABLE)
+    runs.close(checked[1:])
 
 
 def runs_delta(runs, checked):

@@ -84,14 +84,22 @@ def test_it_is_not_waited_for_without_end_nor_after_a_notice(monkeypatch, notice
     assert isinstance(caught.value, TryAgain) == notice
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_of_workers_that_live_the_lowest_slot_makes_version_0(run, is_lost):
-    """Each wrote its own: of many the disk was full, and none of them was ever whole."""
-    model, live, waits, notice = torch.nn.Linear(2, 1), {2, 5}, threading.Event(), Notice()
+def lives(state: str = "loading", moved: float = 0.0) -> SimpleNamespace:
+    return SimpleNamespace(state=state, moved=moved)
+
+
+@pytest.mark.parametrize("happens", ["it makes it", "it is lost", "it hangs"])
+def test_of_workers_that_live_the_lowest_slot_makes_version_0(run, happens):
+    """Each wrote its own: of many the disk was full, and none of them was ever whole. Of one that
+    hung in its data set the others waited for ever, as it had its lease."""
+    model, waits, notice = torch.nn.Linear(2, 1), threading.Event(), Notice()
+    live, hang_s = {2: lives(), 5: lives("waiting")}, run.config().health.hang_timeout_s
+    clock = [0.0]
 
     def opened(slot: int) -> Layout:
         mine = Line(Place(run, slot, 1, "7"), notice)
-        mine.reach = lambda action: action(SimpleNamespace(slots=lambda: live))
+        store = SimpleNamespace(slots=lambda: dict(live), now=lambda: clock[0])
+        mine.reach = lambda action: action(store)
         mine.say = lambda **said: waits.set() if said.get("state") == "waiting" else None
         return layout_of_run(mine, Group(), model, 10, 1)
 
@@ -100,17 +108,20 @@ def test_of_workers_that_live_the_lowest_slot_makes_version_0(run, is_lost):
         fifth = pool.submit(opened, 5)
         assert waits.wait(20 * PATIENCE)
         assert not list((run.path / "versions").iterdir())
-        if is_lost:
-            live.remove(2)
+        if happens == "it is lost":
+            del live[2]
+        elif happens == "it hangs":
+            clock[0] = hang_s
         else:
             opened(2)
         assert fifth.result(20 * PATIENCE).numels == (3,)
-    assert run.commits.of(0).writer == ("slot5.1" if is_lost else "slot2.1")
+    assert run.commits.of(0).writer == ("slot2.1" if happens == "it makes it" else "slot5.1")
 
 
 def test_a_notice_ends_the_wait_for_version_0(run):
     waiting = Line(Place(run, 5, 1, "7"), True)
-    waiting.reach = lambda action: action(SimpleNamespace(slots=lambda: {2}))
+    store = SimpleNamespace(slots=lambda: {2: lives()}, now=lambda: 0.0)
+    waiting.reach = lambda action: action(store)
     with pytest.raises(TryAgain, match="no version 0"):
         layout_of_run(waiting, Group(), torch.nn.Linear(2, 1), 10, 1)
 
@@ -293,6 +304,21 @@ def test_who_was_slow_to_deliver_once_passes_one_round_and_not_all():
     assert worker.hand.is_over()
     worker.deliver.deliver(worker.hand.round)
     assert not worker.hand.is_over()
+
+
+@pytest.mark.parametrize(("version", "is_offered"), [(6, True), (7, False)])
+def test_a_delta_that_comes_too_late_for_any_master_is_told_of(version, is_offered):
+    """A worker that was suspended offered it on a version where no master looks any more."""
+    worker, offers, events = Worker(5), [], []
+    worker.hand.config.local_sgd = SimpleNamespace(max_staleness=1)
+    worker.line.offer = offers.append
+    worker.line.event = lambda kind, **said: events.append((kind, said["reason"]))
+    worker.exchange.codec = SimpleNamespace(name="none")
+    worker.exchange.replica = SimpleNamespace(delta=None, layout=SimpleNamespace(hash="l"))
+    worker.hears_of(version)
+    worker.deliver.deliver(worker.hand.round)
+    assert len(offers) == is_offered
+    assert events == ([] if is_offered else [("reject", "stale: 2 behind")])
 
 
 def test_samples_of_a_delta_that_is_delivered_are_still_held_for_a_new_master():

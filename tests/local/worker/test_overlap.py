@@ -73,6 +73,7 @@ def test_the_next_delta_holds_exactly_the_steps_since_the_last(replica):
 
 def test_who_looks_at_the_base_leaves_the_steps_ahead_as_they_were():
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+    model.register_buffer("is_begun", torch.tensor(False))
     layout = Layout.of(shapes(model), 64)
     it = Replica(model, layout)
     for index in range(len(layout.fragments)):
@@ -80,6 +81,7 @@ def test_who_looks_at_the_base_leaves_the_steps_ahead_as_they_were():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.nn.init.normal_(model[0].weight)
     model(torch.randn(8, 3))  # which BatchNorm counts
+    model.is_begun.fill_(True)
     ahead = {name: value.clone() for name, value in model.state_dict().items()}
     assert ahead["1.num_batches_tracked"] == 1
 

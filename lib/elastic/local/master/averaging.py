@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 
 from elastic.base.config import Config
-from elastic.base.errors import TryAgain
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.program import cores
 from elastic.local import rounds
 from elastic.local.master.open_round import Checked, Part
@@ -169,10 +169,20 @@ class Averager:
         anchors: dict[int, torch.Tensor] = {}  # by version
         for header, factor in parts:
             if header.base < newest and header.base not in anchors:
-                base = self.run.commits.of(header.base)
-                # Not as published: late deltas would pull the parameters towards bf16's values.
-                anchors[header.base], _ = read_exactly(self.run, base, self.layout, index)
+                anchors[header.base] = self._anchor(header, index)
             yield merge.Term(self.read(header, index), factor, anchors.get(header.base))
+
+    def _anchor(self, header: Header, index: int) -> torch.Tensor:
+        """The fragment that a late delta began with. Raises Damaged if that old version cannot
+        be read any more: the newest one can, and the run goes on without the delta."""
+        base = self.run.commits.of(header.base)
+        try:
+            # Not as published: late deltas would pull the parameters towards bf16's values.
+            return read_exactly(self.run, base, self.layout, index)[0]
+        except TryAgain:
+            raise
+        except ElasticError as error:
+            raise Damaged(header.key, Rule.UNREADABLE, error.what) from None
 
     def _all(self, work: Callable[[int], object]) -> list:
         """The results of `work` for every fragment. If one fails the others still end."""

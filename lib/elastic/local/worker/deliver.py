@@ -44,7 +44,11 @@ class Delivery:
         took_s = line.clock() - began
         # Before it is offered: if no master hears of it, it is left in the run directory.
         done.header = self._header(done, fragments)
-        line.offer(done.header)
+        if (late := line.news.version - done.base) > hand.config.local_sgd.max_staleness:
+            # So far back a master does not look.
+            line.event("reject", reason=f"{rounds.Rule.STALE}: {late} behind", base=done.base)
+        else:
+            line.offer(done.header)
         # Near 0 if there were no steps: a worker whose delivery took long once trains again.
         hand.deliver_s = took_s
         if done.steps:
