@@ -137,6 +137,7 @@ class Crowd:
 
     def join(self) -> None:
         for slot in range(self.workers):
+            self.run.slots.claim(slot, {"time": time.time()})
             self.store.lease(slot, 1, self.fields("training"), 60.0)
 
     def beat(self) -> None:
