@@ -142,6 +142,17 @@ def test_a_task_that_lacks_a_file_may_find_it_elsewhere_but_not_where_its_jobs_r
     assert (code, "No such file or directory: 'none.pt'" in said) == (Exit.USAGE, True), said
 
 
+@pytest.mark.parametrize(("most", "code"), [(1, Exit.OK), (2, Exit.USAGE)])
+def test_a_scalar_parameter_is_for_one_gpu(tmp_path, monkeypatch, capfd, most, code):
+    """FSDP2 shards none: such a run failed when it was to grow, days later."""
+    path = write(tmp_path, f"scaled_{most}", model=(
+        "net = torch.nn.Linear(4, 1); net.scale = torch.nn.Parameter(torch.ones(())); return net"))
+    run = f'mode = "sync"\n[elastic]\nmax = {most}\n[train]'
+    path.write_text(path.read_text().replace("[train]", run))
+    found, said = tried(path, monkeypatch, capfd)
+    assert (found, "parameter scale is a scalar" in said) == (code, most > 1), said
+
+
 def test_a_package_that_is_missing_here_may_be_on_the_nodes_whatever_its_name(
     tmp_path, monkeypatch, capfd
 ):

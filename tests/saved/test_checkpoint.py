@@ -18,6 +18,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -158,6 +159,17 @@ def test_the_learning_rate_and_the_other_settings_of_the_optimizer_come_back(run
     torch.manual_seed(3)
     train(other, fresh)
     assert_equal(everything(other, fresh), everything(net, optimizer))
+
+
+def test_numbers_of_numpy_are_saved_as_those_of_python(run):
+    """Decay by layer, say: no checkpoint could be read again, so none was ever saved."""
+    net, optimizer = trained(1)
+    own = {"weight_decay": np.float64(0.1), "betas": (np.float32(0.5), 0.9)}
+    optimizer.param_groups[1] |= own
+    Checkpoints(run, Group(), "job1").save(1, net, optimizer, {})
+    other, fresh = make(seed=2)
+    Checkpoints(run, Group(), "job2").load(other, fresh)
+    assert {name: fresh.param_groups[1][name] for name in own} == own
 
 
 class Exact(torch.optim.SGD):

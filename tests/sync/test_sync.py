@@ -473,6 +473,41 @@ def test_no_two_ranks_or_attempts_change_their_samples_alike(make_config, worker
     assert len({*values}) == len(values) == 12
 
 
+@pytest.mark.parametrize(("world", "size"), [(1, 8), (4, 2)])
+def test_no_pass_is_over_a_single_sample_and_each_sample_counts_once(make_config, world, size):
+    """A BatchNorm has no statistics of one: the last step of a run failed, at each restart."""
+    settings = ("sync.global_batch_size=9", f"train.batch_size={size}", "train.epochs=1")
+    counted = 0.0
+    for rank in range(world):
+        samples = Batches(Noise({"pace": ""}), make_config(*settings), Group(rank, world))
+        while batch := samples.next():
+            shares, data = zip(*batch.passes, strict=True)
+            assert min(map(len, data)) > 1
+            counted += sum(share * len(each) for share, each in zip(shares, data, strict=True))
+    assert counted == len(Noise({"pace": ""}))
+
+
+class Stream(Noise):
+    """Shorter than it says: it raises StopIteration from its tenth sample on."""
+
+    def __init__(self, options: dict):
+        super().__init__(options)
+        self._samples = iter(torch.arange(9.0))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return next(self._samples)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_a_stream_that_ends_early_is_an_error_and_no_end_of_the_run(make_config, size):
+    """The run was done, with samples that were never trained."""
+    settings = ("sync.global_batch_size=8", f"train.batch_size={size}")
+    samples = Batches(Stream({"pace": ""}), make_config(*settings), Group())
+    assert len([*samples.next().passes]) == 8 // size
+    with pytest.raises((ElasticError, ValueError), match="StopIteration|shorter"):
+        assert [*samples.next().passes]
+
+
 @pytest.mark.parametrize("interval", ["auto", "1 steps"])
 def test_no_checkpoint_is_due_while_one_is_being_written(rank, make_config, monkeypatch, interval):
     """Where a save took longer than the shortest interval, one followed another, and training

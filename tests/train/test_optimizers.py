@@ -66,6 +66,13 @@ def test_muon_has_a_matrix_that_two_layers_share_once():
     assert [id(param) for param in hidden_matrices(model)] == [id(model.inner[0].weight)]
 
 
+def test_muon_leaves_complex_weights_to_adamw():
+    """It dropped what is imaginary of their gradients."""
+    model = net()
+    model.inner[0] = torch.nn.Linear(8, 8, dtype=torch.complex64)
+    assert [id(param) for param in hidden_matrices(model)] == [id(model.inner[1].weight)]
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_muon_trains_the_matrices_between_the_embedding_and_the_head(is_tied):
     model = net(is_tied=is_tied)

@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -21,7 +22,8 @@ import torch
 from elastic import __version__
 from elastic.base import config as configuration
 from elastic.commands import main
-from elastic.saved.checkpoint import Checkpoints
+from elastic.people import evaluation
+from elastic.saved.checkpoint import Checkpoints, find_newest
 from elastic.saved.layout import Layout
 from elastic.saved.replica import shapes
 from elastic.saved.versions import VersionDraft
@@ -140,6 +142,27 @@ def test_a_model_gets_out_of_a_run_as_the_page_says(make_run, monkeypatch):
         exec(code, {"model": model, "Path": Path, "torch": torch, "safetensors": safetensors})
         assert torch.equal(model.weight, trained.weight), code
         assert torch.equal(model.bias, trained.bias), code
+
+
+class Wave(torch.nn.Module):
+    """Complex weights, and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("mask", torch.rand(5) < 0.5)
+
+
+def test_what_is_scored_of_a_checkpoint_is_all_of_its_model(make_run, monkeypatch):
+    """Complex weights lost a part, and buffers of other types were those of a new model."""
+    run, wave, scored = make_run(), Wave(), []
+    saved = Checkpoints(run, Group(), "1", 1)
+    saved.save(1, wave, torch.optim.SGD(wave.parameters()), {})
+    task = SimpleNamespace(model=Wave, validate=lambda model: scored.append(model) or {"loss": 0.0})
+    monkeypatch.setattr(evaluation, "load", lambda _config: task)
+    evaluation.of_checkpoint(run, find_newest(run, Group())[0])
+    assert torch.equal(scored[0].weight, wave.weight)
+    assert torch.equal(scored[0].mask, wave.mask)
 
 
 def test_the_first_lines_of_the_readme_do_it(tmp_path):

@@ -245,6 +245,20 @@ if not resume:
     assert "sync.silent_timeout" in restart["reason"]
 
 
+def test_a_program_whose_last_rank_speaks_is_not_silent(tmp_path: Path):
+    """As Megatron's do: what other ranks than the first print is in their own logs alone."""
+    text = """
+log = pathlib.Path(os.environ["ELASTIC_RUN_DIR"]) / "logs/ranks/rank-001.log"
+for _ in range(20):
+    log.write_text("it prints")
+    time.sleep(0.4)
+"""
+    settings = program(tmp_path, text) | {"sync.silent_timeout": "3s"}
+    with running(tmp_path, settings) as run:
+        finished(run)
+        assert not run.events("hang")
+
+
 @pytest.mark.parametrize("code", [0, 75])
 def test_a_program_is_told_of_a_stop_at_once_and_saves(tmp_path: Path, code: int):
     text = f"""

@@ -47,6 +47,11 @@ def measured(config, task) -> Model:
     if not isinstance(model, torch.nn.Module):
         found = wording.one_line(repr(model), MOST_SHOWN)
         raise ElasticError(f"model() is to return a torch.nn.Module, not {found}")
+    ranks = config.elastic.max if config.run.mode == "sync" else config.slurm.gpus_per_worker
+    scalars = [name for name, param in model.named_parameters() if not param.dim()]
+    if scalars and ranks > 1:
+        what = f"parameter {scalars[0]} is a scalar, which FSDP2 cannot share out"
+        raise ElasticError(what, "give it the shape (1,), or train on one GPU")
     layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
     if not layout.fragments:
         raise ElasticError("the model has no parameters that are trained")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from elastic.base.config import Config
 from elastic.base.durable import exists
@@ -16,9 +17,8 @@ from elastic.run.claims import FOLDER, numbers
 from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
 from elastic.saved import versions
-from elastic.saved.checkpoint import Saved, find_newest, read_params, reader_of
-from elastic.saved.layout import Layout
-from elastic.saved.replica import Replica, shapes
+from elastic.saved.checkpoint import Saved, find_newest, reader_of
+from elastic.saved.replica import Replica
 from elastic.train.device import seed
 from elastic.train.group import Group
 from elastic.train.task import Task, load_task, score
@@ -55,10 +55,9 @@ def of_version(run: RunDir, commit: Commit) -> dict[str, float]:
 def of_checkpoint(run: RunDir, saved: Saved) -> dict[str, float]:
     """Scores of a checkpoint."""
     with _task(run) as (task, model):
-        layout = Layout.of(shapes(model), run.config().local_sgd.fragment_bytes)
-        replica, reader = Replica(model, layout), reader_of(run, saved)
-        for index, tensors in enumerate(replica.layout.fragments):
-            replica.load(index, read_params(reader, tensors))
+        state = {"model": get_model_state_dict(model)}  # in its own types
+        reader_of(run, saved).fill(state, no_dist=True)
+        set_model_state_dict(model, state["model"])
         return score(task, model)
 
 

@@ -327,9 +327,19 @@ def _state(model, optimizer) -> dict:
     for name, values in held.items():
         _check_sharding(name, model_state[name], values)
         # torch would share a DTensor without dimensions with the training while it writes.
-        held[name] = {key: value.clone() if is_sharded(value) and not value.dim() else value
+        held[name] = {key: value.clone() if is_sharded(value) and not value.dim() else _plain(value)
                       for key, value in values.items()}
+    optimizer_state["param_groups"] = [{key: _plain(value) for key, value in group.items()}
+                                       for group in optimizer_state["param_groups"]]
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _plain(value: object) -> object:
+    """A number of numpy's as one of Python's: no checkpoint may hold others."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    is_numpys = type(value).__module__ == "numpy" and not value.shape
+    return value.item() if is_numpys else value
 
 
 @contextlib.contextmanager

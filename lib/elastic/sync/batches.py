@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from torch.utils.data import DataLoader, default_collate
 
 from elastic.base.config import Config
+from elastic.base.errors import ElasticError
 from elastic.run.ledger import Ledger, Range, Ranges
 from elastic.run.shuffle import index
 from elastic.train.device import seed_by
@@ -51,8 +52,8 @@ def passes(batch: Sequence, rank: int, world: int, most: int) -> list[Sequence]:
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch, and this rank's passes over its part: for each, whether it counts,
-    and its data.
+    """A global batch, and this rank's passes over its part: for each, how much of its data
+    counts, and the data.
 
     `passes` reads from the loader of the whole run: take all of them before the next call
     of `Batches.next`, or never make that call (after an interruption the ranks leave).
@@ -60,7 +61,7 @@ class Batch:
     """
 
     samples: Ranges
-    passes: Iterator[tuple[bool, object]]
+    passes: Iterator[tuple[float, object]]
 
 
 class Batches:
@@ -108,9 +109,11 @@ class Batches:
                 batch = ledger.held.pop(RANKS)
                 places = [(epoch, at) for epoch, start, stop in batch for at in range(start, stop)]
                 parts = passes(places, group.rank, group.world, train.batch_size)
-                planned.append((batch, [bool(part) for part in parts]))
-                for part in parts:
-                    yield [index(len(self._dataset), seed, *place) for place in part or places[:1]]
+                drawn = [_filled(part or places[:1], train.batch_size) for part in parts]
+                shares = [len(part) / len(all_) for part, all_ in zip(parts, drawn, strict=True)]
+                planned.append((batch, shares))
+                for each in drawn:
+                    yield [index(len(self._dataset), seed, *place) for place in each]
 
         # Otherwise the random changes of samples would be the same on all ranks, and in each
         # attempt.
@@ -121,5 +124,15 @@ class Batches:
             **processes(train.loader_workers),
         ))
         for first in loader:
-            batch, counts = planned.popleft()
-            yield Batch(batch, zip(counts, itertools.chain([first], loader), strict=False))
+            batch, shares = planned.popleft()
+            others = itertools.islice(loader, len(shares) - 1)
+            yield Batch(batch, zip(shares, itertools.chain([first], others), strict=True))
+        if planned:
+            what = "the data set has raised StopIteration"
+            raise ElasticError(what, "is it shorter than its len()?")
+
+
+def _filled(part: Sequence, most: int) -> Sequence:
+    """What a pass of at most `most` samples loads. A single sample comes twice, and counts
+    once: a BatchNorm has no statistics of one."""
+    return [*part, *part] if len(part) == 1 < most else part

@@ -373,7 +373,9 @@ class Ranks:
 
     def are_silent(self) -> bool:
         """Has run.command neither said nor saved anything for `sync.silent_timeout`?"""
-        heard = max(self.began, os.fstat(sys.stdout.fileno()).st_mtime)  # the job's log
+        logs = (self._resume.run.path / "logs/ranks").glob("*.log")
+        spoke = os.fstat(sys.stdout.fileno()).st_mtime, *map(os.path.getmtime, logs)
+        heard = max(self.began, *spoke)
         if not self._limit_s or time.time() - heard < self._limit_s:
             return False
         saved = max(self._resume.there().values(), default=0) / 1e9

@@ -145,7 +145,7 @@ class Resume:
     ones it is not given, as it died on them."""
 
     def __init__(self, run: RunDir):
-        self._run, config = run, run.config()
+        self.run, config = run, run.config()
         own = config.sync.checkpoints if config.run.command else ""
         # A relative path is one below the run file's folder.
         self.folder = Path(config.run.folder, own) if own else run.path / "checkpoints"
@@ -156,7 +156,7 @@ class Resume:
     def there(self) -> dict[Path, int]:
         """The whole checkpoints, and when each was written; the one to go on from comes
         first."""
-        return resume_paths(self.folder, self._run.config().sync.resume)
+        return resume_paths(self.folder, self.run.config().sync.resume)
 
     def has_progressed(self, before: dict[Path, int] | None = None) -> bool:
         """Is there a checkpoint that was not there `before` (None: at the job's start), or
@@ -175,5 +175,5 @@ class Resume:
         if names and not there:
             what = f"nothing in {self.folder} looks like a whole checkpoint"
             listed = wording.brief(", ".join(names))
-            self._run.event("warning", reason=f"{what} (there are: {listed}): see sync.resume")
+            self.run.event("warning", reason=f"{what} (there are: {listed}): see sync.resume")
         return str(self.path or "")

@@ -355,8 +355,8 @@ class Learner:
         place = self._group.device
         losses, tokens = torch.zeros(2, dtype=torch.float64, device=place), 0
         self._statistics.note()
-        for counts, data in passes:
-            count = count_tokens(self.task, data) if counts else 0
+        for share, data in passes:
+            count = round(count_tokens(self.task, data) * share)
             with self.autocast():
                 loss = self.task.loss(self.model, device.to_device(data, place))
             (loss * (self._group.world * count / expected)).backward()

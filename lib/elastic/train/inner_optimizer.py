@@ -15,6 +15,7 @@ from elastic.train.group import own_part
 PROBED = 4096  # elements of a parameter
 RATES = {"lr", "initial_lr", "max_lr", "min_lr"}  # of a group: a schedule sets them
 HALVES = (torch.bfloat16, torch.float16)
+ROUNDING = 2**-8  # of a number, by bfloat16: a good step may undo it
 FEW_STEPS = 8  # so few steps may end by chance close to where the parameters were before
 
 
@@ -167,7 +168,7 @@ class Probe:
         if self._before is None:
             return
         way, back = (self._placed - self._before).norm(), (self._values() - self._before).norm()
-        if self._counts:
+        if self._counts and way > ROUNDING * self._placed.norm():
             self._ignored = self._ignored + 1 if back < way * self._near else 0
         self._before = None
         if self._ignored > self._may_ignore:

@@ -201,6 +201,7 @@ def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, list[int]]:
     for module in linear:
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         is_matrix = weight is not None and weight.dim() == 2 and weight.requires_grad
+        is_matrix = is_matrix and not weight.is_complex()  # a step is computed in bfloat16
         if is_matrix and id(weight) not in left:
             hidden[weight] = _rows_of_each(module, weight.shape[0])
     return hidden

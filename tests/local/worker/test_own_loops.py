@@ -484,6 +484,21 @@ def test_an_optimizer_that_no_version_reaches_is_found(kind, steps: int):
     assert not any(version == 0 for version, _ in found)
 
 
+def test_a_step_that_undoes_what_bfloat16_has_rounded_is_no_sign():
+    """A model of two numbers that had all but converged was killed again and again."""
+    model = nn.Linear(1, 1)
+    optimizer, probe = torch.optim.SGD(model.parameters(), lr=0.5), Probe(model, 0.5, may_ignore=0)
+    for _ in range(3):
+        before = model.weight.detach().clone()
+        probe.before()
+        with torch.no_grad():
+            model.weight.mul_(1 + 2**-9)
+        probe.placed(20)
+        with torch.no_grad():
+            model.weight.copy_(before)
+        probe.check([optimizer])
+
+
 # ---- loading ahead
 
 

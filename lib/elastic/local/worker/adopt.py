@@ -95,7 +95,7 @@ def first_commit(layout: Layout, config: Config, samples: int, per_sample: int) 
 
 class Adoption:
     def __init__(self, hand: InHand, moments: Moments, delivery: Delivery, model: Module):
-        self._hand, self._line, self.probe = hand, hand.line, Probe(model, near=0.5, may_ignore=1)
+        self._hand, self._line, self.probe = hand, hand.line, Probe(model, near=0.5, may_ignore=3)
         self._moments, self._delivery = moments, delivery
         self._exchange, self._group = delivery.exchange, delivery.exchange.group
 
