@@ -46,8 +46,8 @@ def test_the_command_line_beats_the_file_beats_the_site_file_beats_the_default(w
     made = config.load(run, ["elastic.min=4"], site=site)
     assert (made.elastic.min, made.elastic.max, made.elastic.max_pending) == (4, 6, 3)
     assert made.origin("elastic.min") == "command line"
-    assert made.origin("elastic.max") == "run.toml:7"
-    assert made.origin("elastic.max_pending") == "site.toml:4"
+    assert made.origin("elastic.max") == "run.toml"
+    assert made.origin("elastic.max_pending") == "site.toml"
     assert made.origin("elastic.max_failures") == "default"
     assert made.task == {"data": "all", "context": 9}
 
@@ -74,8 +74,8 @@ def test_what_the_shell_tells_sbatch_counts_where_no_file_says_more(write, monke
 def test_origins_are_found_in_dotted_quoted_and_inline_writing(write):
     text = 'train.epochs = 1\n"run" = {scheduler = "local"}\n[ "elastic" ]\n"max" = 3\n'
     made = config.load(write(text))
-    assert made.origin("train.epochs") == "run.toml:1"
-    assert made.origin("elastic.max") == "run.toml:4"
+    assert made.origin("train.epochs") == "run.toml"
+    assert made.origin("elastic.max") == "run.toml"
     assert made.origin("run.scheduler") == "run.toml"  # no line of its own
 
 
@@ -156,7 +156,7 @@ def test_the_resolved_file_loads_to_an_equal_config_whatever_the_site_says(write
     again = config.load_written(write(written + "[of_another]\nx = 1\n", "again.toml"))
     assert again == made
     assert "max = 7  # command line\n" in made.to_toml()
-    assert again.to_toml().count("again.toml:") == sum(map(len, keys.KEYS.values())) + 2
+    assert again.to_toml().count("again.toml\n") == sum(map(len, keys.KEYS.values())) + 2
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -283,9 +283,9 @@ def test_all_problems_come_in_one_error_each_with_its_place(write):
     run = write("[train]\nepoch = 1\n[elastic]\nmax = 'four'\nmin = 3\n[local_sgd]\nquorum = 2\n")
     lines = problems_of(run, "run.seed=-1", "run.scheduler=local").splitlines()
     assert [line.split(": ")[0].strip() for line in lines[1:]] == [
-        "run.toml:2",  # and not also that neither epochs nor max_tokens is set
-        "run.toml:4",  # and not also that min is above max
-        "run.toml:7",
+        "run.toml",  # and not also that neither epochs nor max_tokens is set
+        "run.toml",  # and not also that min is above max
+        "run.toml",
         "command line",
     ]
 

@@ -394,7 +394,7 @@ def test_a_redis_url_that_redis_would_take_for_another_is_refused_unquoted(home,
     file.write_text(f'{RUN}redis.url = "{url}"\n')
     with pytest.raises(UsageError) as caught:
         configuration.load(file)
-    assert 'site.toml:3: redis.url: expected "redis://USER:PASSWORD@' in str(caught.value)
+    assert 'site.toml: redis.url: expected "redis://USER:PASSWORD@' in str(caught.value)
     assert "%2F" in str(caught.value)
     with pytest.raises(UsageError) as again:  # what a damaged endpoint.json may say
         Store.connect(Endpoint("", 0, 1, url), "", "a", 0.1)
@@ -407,7 +407,7 @@ def test_a_dry_run_finds_a_bad_redis_url_and_does_not_repeat_it(home):
     file.write_text(f'{RUN}redis.url = "redis://me:hun/ter2@site"\n')
     done = elastic_here("submit", file, "--dry-run")
     assert done.exit_code == 2
-    assert "site.toml:3: redis.url: expected" in done.stderr
+    assert "site.toml: redis.url: expected" in done.stderr
     assert not re.search("hun|ter2", done.output)
 
 

@@ -7,7 +7,6 @@ nobody asks again.
 """
 
 import difflib
-import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, make_dataclass, replace
@@ -56,7 +55,7 @@ class Config(_Sections):
         return max(1, gpus // self.slurm.gpus_per_worker)
 
     def origin(self, name: str) -> str:
-        """Where "section.key" got its value: "default", "FILE:LINE" or "command line"."""
+        """Where "section.key" got its value: "default", a file or "command line"."""
         return self.origins.get(name, "default")
 
     def shown(self) -> "Config":
@@ -139,8 +138,7 @@ def _read(path: Path) -> _Layer:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
-    lines = _line_numbers(text)
-    return _Layer(tables, lambda name: f"{path}:{lines[name]}" if name in lines else str(path))
+    return _Layer(tables, lambda _name: str(path))
 
 
 def _shell_layer() -> _Layer:
@@ -149,20 +147,6 @@ def _shell_layer() -> _Layer:
                  "qos": "SBATCH_QOS", "time": "SBATCH_TIMELIMIT"}
     given = {name: value for name, variable in variables.items() if (value := env(variable))}
     return _Layer({"slurm": given}, lambda name: variables.get(name.removeprefix("slurm."), name))
-
-
-def _line_numbers(text: str) -> dict[str, int]:
-    """The line where each section and "section.key" first is; tomllib does not tell."""
-    lines: dict[str, int] = {}
-    section = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[+\s*([^\[\]]+?)\s*\]", line):
-            section = header[1].replace('"', "")
-            lines.setdefault(section, number)
-        elif assignment := re.match(r'\s*("[^"]+"|[\w.-]+)\s*=', line):
-            name = f"{section}.{assignment[1]}".replace('"', "").lstrip(".")
-            lines.setdefault(name, number)
-    return lines
 
 
 def _override_layer(overrides: Iterable[str]) -> _Layer:
