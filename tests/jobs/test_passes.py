@@ -6,14 +6,11 @@ pytest tests/jobs/test_passes.py
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from elastic.jobs import passes
-from elastic.jobs.history import Job
 from elastic.jobs.passes import Passes
-from elastic.jobs.sched import Elsewhere
 from helpers import wait_until
 
 NEVER_S = 1000.0
@@ -40,31 +37,6 @@ def test_passes_go_on_at_their_pace_and_take_an_answer_that_others_had(run, comm
     wait_until(lambda: len(command()) >= 6, 30, "three passes")
     beside.close()
     assert command()[:4:2] == ["begin --within=0.1", "begin --within=0.2"]
-
-
-@pytest.mark.parametrize("end", ["a job", "a stop", "another machine"])
-def test_passes_after_a_job_end_once_there_is_another_or_none_is_wanted(
-    run, command, monkeypatch, end
-):
-    """Without cron nobody else calls after a crash."""
-    slept, answers = [], {"a job": [Job("8", "trainer", 0, "PENDING", run=run.name)]}
-
-    def jobs():
-        if end == "another machine":
-            raise Elsewhere("the jobs are of n2")
-        return answers.get(end, []) if len(slept) == 2 else []
-
-    def sleep(seconds):
-        slept.append(seconds)
-        if (end, len(slept)) == ("a stop", 2):
-            run.set_control(state="stopped")
-
-    monkeypatch.setattr(passes, "scheduler_of", lambda _: SimpleNamespace(jobs=jobs))
-    monkeypatch.setattr(passes, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(passes, "MOST_PASSES", 5)
-    passes.pass_until_queued(run)
-    assert command().count("end") == {"another machine": 5}.get(end, 3)
-    assert set(slept) == {run.config().elastic.backoff_s}
 
 
 def test_after_a_leave_comes_a_pass_that_asks_itself(run, command, monkeypatch):

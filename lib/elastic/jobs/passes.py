@@ -1,21 +1,15 @@
-"""Reconcile passes beside a job and after it, between cron's: the same command, in a process
+"""Reconcile passes beside a job and at its end, between cron's: the same command, in a process
 of its own."""
 
 import contextlib
 import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 
 from elastic.base.environment import elastic_home
-from elastic.base.errors import TryAgain
 from elastic.jobs.plan import AFTER_LEAVE_S
-from elastic.jobs.sched import jobs_of, scheduler_of
 from elastic.run.rundir import RunDir
 
 PASS_S = 60.0  # for a pass
-MOST_PASSES = 60  # after a job: where they are of no use, they come to an end
 SHARED_S = 30.0  # age of an answer of squeue that many jobs and status share
 
 
@@ -58,18 +52,3 @@ def reconcile_now(run: RunDir, within_s: float = 0.0) -> None:
     command += [f"--within={within_s:g}"] if within_s else []
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # no memory for a process, say
         subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PASS_S)
-
-
-def pass_until_queued(run: RunDir) -> None:
-    """Passes until the run has a job, or wants none: after a crash the first of them waits,
-    and nobody else may call. For a run on the local scheduler."""
-    for _ in range(MOST_PASSES):
-        reconcile_now(run)
-        with contextlib.suppress(TryAgain):
-            if run.closing() or jobs_of(run.name, scheduler_of(run)):
-                return
-        time.sleep(max(1.0, run.config().elastic.backoff_s))
-
-
-if __name__ == "__main__":
-    pass_until_queued(RunDir(Path(sys.argv[1])))

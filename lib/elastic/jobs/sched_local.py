@@ -42,7 +42,6 @@ from elastic.run.rundir import RunDir
 # Becomes the job: the redirection fails where the claim exists (set -C opens with
 # O_EXCL).
 CLAIM = 'set -C; read -r me < /proc/$$/stat; echo "$me" 2>/dev/null > "$0" && exec "$@"'
-AFTERWARDS = 'tail --pid="$0" -s 0.2 -f /dev/null; exec "$@"'  # PID PROGRAM RUN
 NEVER = b"-"  # the claim of whoever cancelled a pending job
 START_S = 5.0  # for a new process to make its claim
 POLL_S = 0.01
@@ -287,15 +286,6 @@ def detached(command: Sequence[str], environment=None, output=None, folder: str 
     output = output or subprocess.DEVNULL
     subprocess.run(["setsid", "--fork", *command], env=environment, cwd=folder,
                    stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-
-
-def pass_after_me(run_dir: Path) -> subprocess.Popen:
-    """Reconcile passes over the run once this process has ended, however that was: nobody
-    may call again. Returns the process group that waits for it."""
-    program = (sys.executable, "-P", "-m", "elastic.jobs.passes")
-    command = ["sh", "-c", AFTERWARDS, str(os.getpid()), *program, str(run_dir)]
-    nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    return subprocess.Popen(command, env=_outliving(), cwd="/", start_new_session=True, **nothing)
 
 
 def _least_used(in_use: Sequence[str], count: int, visible: str | None) -> list[str]:

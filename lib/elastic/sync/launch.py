@@ -34,7 +34,7 @@ from elastic.base.environment import elastic_home, env, torch_program
 from elastic.base.errors import ElasticError, Exit, TryAgain
 from elastic.base.network import bind_address, free_port, node_name
 from elastic.base.signals import Notice, install
-from elastic.jobs import cadence, sched_local, sched_slurm, sizing
+from elastic.jobs import cadence, sched_slurm, sizing
 from elastic.jobs.command import expand
 from elastic.jobs.history import TRAINER, End, judge
 from elastic.jobs.passes import Passes, reconcile_now
@@ -42,7 +42,7 @@ from elastic.jobs.program import SILENT_S, Program, run_job, start_rank
 from elastic.jobs.slurm_info import get_slurm_info, log_job_info, notice_here, with_end_time
 from elastic.jobs.slurm_text import expand_hostlist
 from elastic.run import wording
-from elastic.run.records import WANTED, Outcome
+from elastic.run.records import Outcome
 from elastic.run.rundir import RunDir
 from elastic.sync.keepalive import Keepalive
 from elastic.sync.resumable import Resume
@@ -76,7 +76,6 @@ class Launcher:
         self.gpus = 0
         self._resume = Resume(run)
         self._passes: Passes | None = None
-        self._follower: subprocess.Popen | None = None  # makes a pass when this one has ended
         self._rendezvous: TextIO | None = None  # the file by which the ranks meet
         self._keepalive: Keepalive | None = None  # the connections to the nodes
         self._told = ""  # why the run does not go on, as run.command has been told
@@ -91,17 +90,12 @@ class Launcher:
         if info := get_slurm_info():
             log_job_info(with_end_time(info), _say)
         self._release_nodes()
-        self._have_successors()
+        # So a successor waits in the queue soon, also without cron, and starts however this
+        # job ends.
+        self._passes = Passes(self.run, PASSES_S, SUCCESSOR_S)
         while not (end := self._attempt()):
             pass
         return self.end(end)
-
-    def _have_successors(self) -> None:
-        """Make passes from now on, also without cron: so a successor waits in the queue soon,
-        and starts however this job ends."""
-        self._passes = Passes(self.run, PASSES_S, SUCCESSOR_S)
-        if self.config.run.scheduler == "local":
-            self._follower = sched_local.pass_after_me(self.run.path)
 
     def _attempt(self) -> End | None:
         """Start the ranks, and wait for their end. None: they crashed, and are worth
@@ -296,8 +290,6 @@ class Launcher:
         end = replace(end, unfit=tuple(sorted(self._unfit)))
         code = self.program.end(end, steps, gpus=self.gpus, **measured)
         _say(f"{end.outcome}: {end.reason}")
-        if self._follower and (end.outcome in WANTED or end.outcome == Outcome.FENCED):
-            os.killpg(self._follower.pid, signal.SIGKILL)
         if self._passes:
             self._passes.close()
         reconcile_now(self.run)
