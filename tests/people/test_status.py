@@ -101,7 +101,7 @@ def lived(run: RunDir) -> RunDir:
     return RunDir(run.path)  # it has read nothing yet
 
 
-@pytest.mark.parametrize("depth", [Depth.BRIEF, Depth.ROW])
+@pytest.mark.parametrize("depth", [Depth.WHOLE, Depth.ROW])
 def test_a_look_reads_each_file_of_a_run_once(runs, depth: Depth):
     """A later answer to the same question could be another one, and makes no sense beside it."""
     run = lived(runs[0])
@@ -132,7 +132,7 @@ def test_what_the_next_pass_would_do_is_what_it_does(runs):
     assert stopped["summary"].endswith(f"; next: {to_go_on}")
 
 
-@pytest.mark.parametrize("depth", [Depth.BRIEF, Depth.ROW])
+@pytest.mark.parametrize("depth", [Depth.WHOLE, Depth.ROW])
 @pytest.mark.parametrize(
     ("silence", "said"),
     [(TryAgain("squeue gave no answer", "later"),
@@ -186,7 +186,7 @@ def test_of_many_runs_that_live_some_are_asked_and_of_the_others_jobs_are_counte
     assert all(row["asked"] and "not reachable" in row["reason"] for row in (*some, *others))
 
 
-@pytest.mark.parametrize("depth", [Depth.BRIEF, Depth.ROW])
+@pytest.mark.parametrize("depth", [Depth.WHOLE, Depth.ROW])
 def test_of_a_run_that_is_over_no_redis_is_asked(runs, monkeypatch, depth: Depth):
     """In a table, each would cost the seconds for which a silent one is waited for."""
     done, failed, stopped, leaving = runs[:4]
@@ -249,7 +249,7 @@ def test_a_run_counts_samples_where_its_task_counts_no_tokens():
     assert unit([], {"tokens": 6400, "samples": [40, 50]}) == unit([]) == "tokens"
 
 
-@pytest.mark.parametrize("depth", [Depth.BRIEF, Depth.ROW])
+@pytest.mark.parametrize("depth", [Depth.WHOLE, Depth.ROW])
 @pytest.mark.parametrize("said", [37, 45])
 def test_where_no_trainer_works_the_newest_checkpoint_is_what_there_is(runs, depth, said: int):
     """After a notice a step was saved that was told no more; of a kill, told and then lost."""
@@ -293,7 +293,7 @@ def test_the_speed_is_not_that_of_the_sync_mode_before(runs, monkeypatch):
     assert status.observe_all(runs[:1])[0]["tokens_per_s"] == pytest.approx(600 / 30)
 
 
-@pytest.mark.parametrize("depth", [Depth.BRIEF, Depth.ROW])
+@pytest.mark.parametrize("depth", [Depth.WHOLE, Depth.ROW])
 def test_a_trainer_that_stands_still_is_not_said_to_train(runs, depth: Depth):
     run, ago_s = runs[0], 150.0
     run.set_control(mode="sync")
@@ -325,7 +325,7 @@ def test_a_damaged_run_does_not_hide_the_others(runs):
     assert damaged.keys() == other.keys()  # what scripts read
 
 
-@pytest.mark.parametrize("depth", [Depth.BRIEF, Depth.ROW])
+@pytest.mark.parametrize("depth", [Depth.WHOLE, Depth.ROW])
 def test_a_trainer_before_its_first_step_is_said_to_start(runs, monkeypatch, depth: Depth):
     """Also one that follows another: what that said last are not its own steps."""
     run, job_id = runs[0], "4711"

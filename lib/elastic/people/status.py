@@ -76,7 +76,6 @@ class Depth(IntEnum):
     """How much is read of a run, as the number of versions before the newest one."""
 
     ROW = 0  # what a table shows: nothing of the next pass
-    BRIEF = WINDOW  # all but losses and events
     WHOLE = 60
 
 
@@ -172,16 +171,14 @@ def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> L
 # ---- one run, or many
 
 
-def observe_all(runs: Sequence[RunDir], depth: Depth = Depth.BRIEF, within_s: float = 0.0,
+def observe_all(runs: Sequence[RunDir], depth: Depth = Depth.WHOLE, within_s: float = 0.0,
                 is_named: bool = False) -> list[dict]:
     """`observe` of every run (for a table, `row`), with one question per scheduler, or its
-    answer of `within_s` ago. One run alone is looked at as a whole. If a run cannot be read,
-    its row says so; an error is raised only if the user named the run (`is_named`), or if no
-    filesystem answers."""
+    answer of `within_s` ago. If a run cannot be read, its row says so; an error is raised only
+    if the user named the run (`is_named`), or if no filesystem answers."""
     listings: dict[tuple[str, str], Listing] = {}
     observations = []
     trouble, asked = None, 0
-    depth = Depth.WHOLE if len(runs) == 1 else depth
     for run in runs:
         try:
             check_answers(run)
@@ -194,7 +191,7 @@ def observe_all(runs: Sequence[RunDir], depth: Depth = Depth.BRIEF, within_s: fl
                 asked += not look.facts.closing
                 observations.append(row(look))
             else:
-                observations.append(observe(run, listings[cluster], depth))
+                observations.append(observe(run, listings[cluster]))
         except (ElasticError, OSError) as error:
             trouble = error
             observations.append(_unread(run, error))  # one run must not hide the others
@@ -235,13 +232,10 @@ def row(look: Look) -> dict:
     }
 
 
-def observe(run: RunDir, listing: Listing | None = None, depth: Depth = Depth.WHOLE) -> dict:
-    """All about one run; below Depth.WHOLE without `losses`, `scores` and `events`. Raises
-    ElasticError only if its directory is damaged."""
-    look = Look(run, listing or ask(run, run.environment()), depth)
-    is_whole = depth == Depth.WHOLE
-    events, scores = (read(last=LOOKED_AT) if is_whole else []
-                      for read in (run.events, run.scores.read))
+def observe(run: RunDir, listing: Listing | None = None) -> dict:
+    """All about one run. Raises ElasticError only if its directory is damaged."""
+    look = Look(run, listing or ask(run, run.environment()), Depth.WHOLE)
+    events, scores = run.events(last=LOOKED_AT), run.scores.read(last=LOOKED_AT)
     brief, upcoming, newest = row(look), _upcoming(look), look.newest
     is_sync, is_running = _is_sync(look.facts), brief["state"] == "running"
     seen = {
@@ -253,7 +247,7 @@ def observe(run: RunDir, listing: Listing | None = None, depth: Depth = Depth.WH
         "detail": look.record.get("detail", "") if brief["state"] == "failed" else "",
         "next": upcoming or wording.AS_WANTED,
         "losses": [[commit.tokens, commit.loss] for commit in look.commits
-                   if is_whole and commit.loss is not None],
+                   if commit.loss is not None],
         "scores": [[score.tokens, score.loss] for score in scores if score.loss is not None],
         # The newest validation on the way, with the task's own names and numbers.
         "validated": {**scores[-1].values, "tokens": scores[-1].tokens} if scores else None,
