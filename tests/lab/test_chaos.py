@@ -17,7 +17,7 @@ import soak
 from elastic.base import config
 from elastic.base.errors import ElasticError, UsageError
 from elastic.lab import chaos
-from elastic.lab.chaos import Cost, Fault, by_kind, cost_in_local_mode, cost_in_sync_mode, schedule
+from elastic.lab.chaos import Cost, Fault, by_kind, cost_of, schedule
 from elastic.run.goodput import PARTS, Work
 from elastic.run.membership import Slot
 from elastic.run.records import Commit
@@ -65,19 +65,10 @@ def commit(time: float, *deltas: tuple[int, int, int]) -> Commit:
 def test_steps_are_lost_if_the_delta_of_that_round_never_comes():
     fault = Fault("kill-worker", 100, "", (slot(0, version=5, step=9),))
     others = commit(103, (1, 1, 5))
-    assert cost_in_local_mode(fault, [others]) == Cost(9, 3, math.inf)
+    assert cost_of(fault, [others]) == Cost(9, 3, math.inf)
     saved = [others, commit(104, (0, 1, 5)), commit(112, (0, 2, 7))]
-    assert cost_in_local_mode(fault, saved) == Cost(0, 3, 12)
-    assert cost_in_local_mode(fault, [commit(99, (0, 1, 5))]).next_commit_s == math.inf
-
-
-def test_steps_of_sync_mode_are_lost_if_they_come_again():
-    fault = Fault("preempt", 100, "", (slot(0, version=7, step=7),))
-    steps = [(99, 7, 1), (101, 8, 1), (108, 7, 2), (109, 8, 2), (110, 9, 2)]
-    lines = [{"time": at, "step": step, "attempt": attempt} for at, step, attempt in steps]
-    assert cost_in_sync_mode(fault, lines) == Cost(2, 1, 10)
-    assert cost_in_sync_mode(fault, lines[:3]) == Cost(1, 1, math.inf)
-    assert cost_in_sync_mode(fault, lines[:2]) == Cost(0, 1, 1)  # it went on as if nothing were
+    assert cost_of(fault, saved) == Cost(0, 3, 12)
+    assert cost_of(fault, [commit(99, (0, 1, 5))]).next_commit_s == math.inf
 
 
 def test_kinds_are_told_apart_by_what_was_trained_until_the_next_fault():
@@ -111,15 +102,15 @@ def test_a_fault_that_cannot_be_done_is_refused_or_left_out_by_name(run):
         chaos.choose(agent, "kill-all")
 
 
-def test_to_a_run_whose_steps_nobody_knows_no_fault_is_done(tmp_path, monkeypatch):
-    """It waited for a worker to hit until its time was over, and said that all was well."""
+def test_to_a_run_in_sync_mode_no_fault_is_done(tmp_path, monkeypatch):
+    """It has one job, which elastic-doctor --try plays."""
     monkeypatch.setenv("ELASTIC_HOME_DIR", str(tmp_path / "registry"))
     path = tmp_path / "own.toml"
     path.write_text('[run]\nname = "own"\nmode = "sync"\nscheduler = "local"\n'
                     'command = ["{python}", "train.py"]\n')
     settings = config.load(path, [])
     run = RunDir.create(tmp_path / "runs", settings, Control("sync", "running", 1, 1), {})
-    with pytest.raises(UsageError, match="run own cannot be known: run.command counts its steps"):
+    with pytest.raises(UsageError, match="run own is in sync mode"):
         chaos.harm(run, 1.0, 1.0, 0.0, 0, "", print)
 
 
@@ -164,43 +155,6 @@ def only_processes_and_jobs_of_the_run_are_hit(run: Running) -> None:
     agent.training = list  # nobody
     with pytest.raises(ElasticError, match="none of the run's trains"):
         agent.inject("kill-worker", until=time.time() + 1)
-
-
-def test_sync_mode_survives_and_counts_the_steps_that_came_again(tmp_path):
-    """The job is preempted, and its rank killed; a checkpoint is damaged, and an older one does."""
-    settings = {"run.mode": "sync", "elastic.max": 1, "checkpoint.interval": "10 steps",
-                "sync.global_batch_size": 4, "health.hang_timeout": "60s"}
-    with running(tmp_path, settings, samples=1000, step_s=0.1) as run:
-        agent = chaos.Chaos(run.run)
-        run.until(lambda: len(list(run.run.path.glob("checkpoints/step-*.json"))) > 1, 60, "two")
-        for kind in ("preempt", "kill-worker"):
-            run.until(agent.training, 60, "it trains")
-            if kind == "kill-worker":
-                run.pace(2)  # no other checkpoint is committed before the kill
-                damage_newest_checkpoint(run.run)
-            attempt, fault = run.run.slots.latest(0), agent.inject(kind)
-            run.pace(0.1)
-            run.until(lambda n=attempt: run.run.slots.latest(0) > n, 60, "the next attempt")
-            run.until(lambda: agent.costs()[-1][1].back_s < math.inf, 60, f"{kind} is over")
-            assert fault.what
-        run.pace(0)
-        run.until(lambda: run.run.done() and not run.jobs(), 80, "the end of the run")
-        preempted, damaged = [cost.steps_lost for _, cost in agent.costs()]
-        assert preempted == 0
-        assert damaged > 0
-        assert "checkpoint-refused" in {event["kind"] for event in run.events()}
-        report = agent.report(0)["audit"]
-        told = report["gpu_seconds"]
-        assert told["replay"] > 0
-        assert sum(told[part] for part in PARTS) == pytest.approx(told["allocated"], rel=0.01)
-    assert (report["problems"], report["committed"], report["repeated"]) == ([], 1000, 0)
-
-
-def damage_newest_checkpoint(run: RunDir) -> None:
-    path = sorted(run.path.glob("checkpoints/step-*/*.distcp"))[-1]
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
 
 
 # ---- everything at once, on a sandbox: the short form of `make soak`

@@ -20,7 +20,7 @@ import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -36,7 +36,7 @@ from elastic.jobs.sched_local import detached
 from elastic.lab.sandbox import Sandbox
 from elastic.local.store import MasterStore
 from elastic.run import goodput
-from elastic.run.audit import audit, gpu_seconds, has_ledger
+from elastic.run.audit import audit, gpu_seconds
 from elastic.run.goodput import Work, tokens_per_s
 from elastic.run.membership import Slot
 from elastic.run.records import Commit
@@ -48,14 +48,12 @@ GONE_S = 15.0  # a killed node stays away this long
 LOOK_S = 0.5
 BACK_S = 120.0  # so long we wait for the end of the last faults
 HITS_ONE = ("kill-worker", "preempt", "hang-worker", "kill-node")
-IN_LOCAL_MODE = ("kill-master", "kill-redis", "flush-redis")
 HERE_ONLY = ("kill-redis", "hang-worker", "kill-node")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What was done, when, to whom, and the work that was at stake (in sync mode one
-    `Slot` stands for all ranks, and its version is the step they were at)."""
+    """What was done, when, to whom, and the work that was at stake."""
 
     kind: str
     time: float
@@ -82,7 +80,7 @@ def schedule(kinds: Sequence[str], every_s: float, for_s: float, draw) -> list:
     return planned
 
 
-def cost_in_local_mode(fault: Fault, commits: Iterable[Commit]) -> Cost:
+def cost_of(fault: Fault, commits: Iterable[Commit]) -> Cost:
     after = [commit for commit in commits if commit.time > fault.time]
     deltas = [(commit.time, delta) for commit in after for delta in commit.deltas
               if delta.base is not None]
@@ -95,21 +93,6 @@ def cost_in_local_mode(fault: Fault, commits: Iterable[Commit]) -> Cost:
     ]
     next_s = after[0].time - fault.time if after else inf
     return Cost(lost, next_s, max(again, default=fault.time) - fault.time)
-
-
-def cost_in_sync_mode(fault: Fault, metrics: Sequence[Mapping]) -> Cost:
-    """The cost by the lines that rank 0 writes, one per step: steps that the next attempt
-    does again were lost."""
-    hit = fault.at_stake[0]
-    after = [line for line in metrics if line["time"] > fault.time]
-    later = [line for line in after if line["attempt"] > hit.attempt]
-    later = [line for line in later if line["attempt"] == later[0]["attempt"]]
-    reached = max((line["step"] for line in metrics if line["attempt"] <= hit.attempt), default=0)
-    again = {line["step"] for line in later if line["step"] <= reached}
-    least = reached if later else hit.version  # the same attempt was not stopped
-    further = (line["time"] for line in later or after if line["step"] > least)
-    next_s = after[0]["time"] - fault.time if after else inf
-    return Cost(len(again), next_s, next(further, inf) - fault.time)
 
 
 def by_kind(faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work],
@@ -151,14 +134,8 @@ class Chaos:
 
     # ---- what there is to hit
 
-    @property
-    def in_sync_mode(self) -> bool:
-        return self.run.control().mode == "sync"
-
     def training(self) -> list[Slot]:
         """The workers that train on the newest version now, those with most steps first."""
-        if self.in_sync_mode:
-            return self._trainer()
         with contextlib.suppress(TryAgain), self._store() as store:
             version = self.run.commits.newest_version()
             job_ids = {job.job_id for job in self._jobs()}
@@ -175,21 +152,11 @@ class Chaos:
         around = read(f"/proc/{slot.pid}/environ").split("\0") if self.is_here else own
         return slot.job_id in job_ids and own <= {*around}
 
-    def _trainer(self) -> list[Slot]:
-        ranks = self._pids("trainer") if self.is_here else [0]  # reached by its job
-        newest = next(iter(self.run.lines("metrics.jsonl", 1)), None)
-        if not ranks or not newest or newest["attempt"] != self.run.slots.latest(0):
-            return []
-        step, job_id = newest["step"], (self.run.jobs.progress() or {}).get("job_id", "")
-        return [Slot(0, newest["attempt"], job_id, "", self.draw.choice(ranks), "training",
-                     step, step, step, 0.0, 0.0, 0.0, 0.0, 0.0)]
-
     def _store(self):
         return contextlib.closing(MasterStore.open(self.run))
 
     def _pids(self, program: str) -> list[int]:
-        """The run's processes on this machine that run `program`: trainer, master, or
-        redis-server."""
+        """The run's processes on this machine that run `program`: master or redis-server."""
         pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             words = read(folder / "cmdline").split("\0")
@@ -205,11 +172,8 @@ class Chaos:
 
     def why_not(self, kind: str) -> str:
         """Why this fault cannot be done to this run; empty if it can."""
-        if kind in IN_LOCAL_MODE and self.in_sync_mode:
-            return "the run is in sync mode"
-        if kind in HERE_ONLY and not self.is_here:
-            return "its processes are on other machines"
-        return ""
+        is_elsewhere = kind in HERE_ONLY and not self.is_here
+        return "its processes are on other machines" if is_elsewhere else ""
 
     def inject(self, kind: str, until: float = inf) -> Fault:
         """Do a fault of this kind as soon as a worker trains.
@@ -289,11 +253,8 @@ class Chaos:
 
     def costs(self) -> list[tuple[Fault, Cost]]:
         """Every fault so far with its cost so far."""
-        if self.in_sync_mode:
-            lines = self.run.lines("metrics.jsonl")
-            return [(fault, cost_in_sync_mode(fault, lines)) for fault in self.done]
         commits = list(self.run.commits.all(self._began))
-        return [(fault, cost_in_local_mode(fault, commits)) for fault in self.done]
+        return [(fault, cost_of(fault, commits)) for fault in self.done]
 
     def report(self, began: float, before_s: float = 0.0) -> dict:
         """What the faults cost since the time `began`, compared with the `before_s` seconds
@@ -333,9 +294,9 @@ def harm(run: RunDir, every_s: float, for_s: float, before_s: float, seed: int, 
     if over := run.closing():
         what = f"run {run.name} is {over}: there is nobody to hit"
         raise UsageError(what, f"elastic-scale {run.name} starts a stopped or failed run")
-    if not has_ledger(run):
-        what = f"what a fault costs run {run.name} cannot be known: run.command counts its steps"
-        raise UsageError(what, f"preempt it by hand: elastic-status {run.name} names its job")
+    if run.control().mode == "sync":
+        what = f"run {run.name} is in sync mode: chaos is for the many jobs of local mode"
+        raise UsageError(what, "elastic-doctor --try does to ranks what happens to ranks")
     agent = Chaos(run, seed)
     chosen, refused = choose(agent, kinds)
     for kind, why in refused.items():
