@@ -339,16 +339,13 @@ def test_logs_that_are_followed_may_still_be_to_come(make_run, home):
         for role, slot in (("worker", 3), ("master", 0)):
             run.log_path(role, slot).write_text(f"{role} is there\n")
             assert f"{role} is there\n" in iter(process.stdout.readline, "")
-        run.mark_done({"reason": "run done", "time": 1.0})
-        run.log_path("worker", 3).write_text("its last words\n")
-        assert "its last words\n" in process.communicate()[0]
-        assert process.returncode == 0
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(30 * PATIENCE) == 0
     finally:
         watchdog.cancel()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    (run.path / "DONE").unlink()
     errors.seek(0)
     assert errors.read() == ""
     assert call("logs", run.name, "7", "-f", env={}).exit_code == 1

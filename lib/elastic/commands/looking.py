@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Thread
 
 import click
 
@@ -67,7 +66,7 @@ def look(run: str | None, is_table: bool, within_s: float) -> dict | list[dict]:
 @command("logs demo", "logs demo 3 -f", "logs demo master")
 @shared.run_argument()
 @click.argument("slot", required=False)
-@flag("-f", "--follow", help="Go on printing what is added.")
+@flag("-f", "--follow", help="Go on printing what is added, until Ctrl-C.")
 @click.option("-n", "--lines", default=200, help="Lines of each log.")
 def logs(run: str, slot: str | None, follow: bool, lines: int):
     """Print the logs of RUN.
@@ -83,8 +82,8 @@ def logs(run: str, slot: str | None, follow: bool, lines: int):
         there = ", ".join(path.name for path in logs_of(logged, None, [])) or "none"
         what = f"no log of {slot or 'a job'} yet; there are: {there}"
         raise ElasticError(what, f"elastic-status {logged.name}")
-    words = ["-n", str(lines), *["-F"] * follows, "--", *paths]
-    sys.exit(tail(words, logged if follows else None))
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(tail(["-n", str(lines), *["-F"] * follows, "--", *paths], follows))
 
 
 def logs_to_come(run: RunDir) -> list[Path]:
@@ -108,31 +107,18 @@ def logs_of(run: RunDir, slot: str | None, coming: Sequence[Path]) -> list[Path]
     raise UsageError(f"no slot {slot!r}", 'a slot is a number, or "master"')
 
 
-def tail(words: Sequence[str | Path], followed: RunDir | None = None) -> int:
-    """Print what `tail` says, and return its exit status; of logs that are followed, until
-    their run is over, and without complaints on files that are still to come."""
+def tail(words: Sequence[str | Path], follows: bool) -> int:
+    """Print what `tail` says, and return its exit status; without complaints on files that
+    are still to come, where it follows them."""
     with subprocess.Popen(["tail", *words], stdout=subprocess.PIPE, text=True, errors="replace",
-                          stderr=subprocess.DEVNULL if followed else None) as process:
-        if followed:
-            Thread(target=_end_with, args=[followed, process], daemon=True).start()
+                          stderr=subprocess.DEVNULL if follows else None) as process:
         try:
             for line in process.stdout:
                 say(line.removesuffix("\n"))
         except BaseException:  # Ctrl-C, or nobody reads on
             process.terminate()
             raise
-    return Exit.OK if followed else process.returncode
-
-
-def _end_with(run: RunDir, process: subprocess.Popen) -> None:
-    """End the process once the run is over and its jobs have had time for last words."""
-    is_over = False
-    while not is_over:
-        time.sleep(WATCH_S)
-        with contextlib.suppress(ElasticError):
-            is_over = bool(run.done() or run.failed())
-    time.sleep(2 * WATCH_S)
-    process.terminate()
+    return process.returncode
 
 
 @command("audit demo", "audit demo --files --json")
