@@ -27,9 +27,8 @@ trap 'hear TERM' TERM; trap 'hear INT' INT; trap 'hear USR1' USR1; trap 'hear US
 # shellcheck source=/dev/null
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/network.sh"
 
-# What the user's shell says of RANK is of another job, or of no job.
 export RANK="${SLURM_PROCID:-${RANK}}" WORLD_SIZE="${SLURM_NTASKS:-${WORLD_SIZE}}"
-export LOCAL_RANK="${SLURM_LOCALID:-${LOCAL_RANK}}"
+export LOCAL_RANK="${SLURM_LOCALID:-${LOCAL_RANK}}" # the user's shell may speak of another job, or of none
 node="${SLURMD_NODENAME:-${HOSTNAME}}" job="${SLURM_JOB_ID:+SLURM_JOB_ID=${SLURM_JOB_ID}}"
 export -n ELASTIC_NOTICED # the command may start ranks of its own
 copies=() line=""

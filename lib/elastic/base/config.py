@@ -92,7 +92,7 @@ def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None,
     `site`, unless given, is $ELASTIC_SITE or etc/site.toml of the installation. What is
     `left_open` need not be set.
     """
-    layers = [_shell_layer(), _read(site or site_file()), _read(Path(path)),
+    layers = [*_shell_layers(), _read(site or site_file()), _read(Path(path)),
               _override_layer(overrides)]
     return _resolve(layers, Path(path), left_open)
 
@@ -125,7 +125,7 @@ def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config
 
 class _Layer(NamedTuple):
     tables: dict[str, Any]  # by section
-    place: Callable[[str], str]  # where a section or a "section.key" is written
+    place: str  # where that is written
 
 
 def _read(path: Path) -> _Layer:
@@ -138,15 +138,16 @@ def _read(path: Path) -> _Layer:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
-    return _Layer(tables, lambda _name: str(path))
+    return _Layer(tables, str(path))
 
 
-def _shell_layer() -> _Layer:
+def _shell_layers() -> Iterator[_Layer]:
     """What the user's shell tells sbatch: the jobs of a pass would not have it."""
     variables = {"partition": "SBATCH_PARTITION", "account": "SBATCH_ACCOUNT",
                  "qos": "SBATCH_QOS", "time": "SBATCH_TIMELIMIT"}
-    given = {name: value for name, variable in variables.items() if (value := env(variable))}
-    return _Layer({"slurm": given}, lambda name: variables.get(name.removeprefix("slurm."), name))
+    for name, variable in variables.items():
+        if value := env(variable):
+            yield _Layer({"slurm": {name: value}}, variable)
 
 
 def _override_layer(overrides: Iterable[str]) -> _Layer:
@@ -160,7 +161,7 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
             raise UsageError("a password on the command line is no secret: redis.url",
                              "write it into the run's file, with mode 0600")
         tables.setdefault(section, {})[key] = _override_value(section, key, text.strip())
-    return _Layer(tables, lambda name: "command line")
+    return _Layer(tables, "command line")
 
 
 def _override_value(section: str, name: str, text: str) -> Any:
@@ -189,14 +190,13 @@ def _resolve(layers: Sequence[_Layer], path: Path, left_open: Set[str] = frozens
     for tables, place in layers:
         for section, table in tables.items():
             if not isinstance(table, dict) or section not in SECTIONS:
-                problems.append(_bad_section(section, place(section)))
+                problems.append(_bad_section(section, place))
                 continue
-            places = {name: place(f"{section}.{name}") for name in table}
-            origins |= {f"{section}.{name}": where for name, where in places.items()}
+            origins |= {f"{section}.{name}": place for name in table}
             if section == "task":
                 task |= table
             else:
-                problems += _take(section, table, places, values[section])
+                problems += _take(section, table, place, values[section])
     _fill_in(values, path)
     problems += _conflicts(values, {name for name, _ in problems} | left_open)
     if problems:
@@ -206,11 +206,11 @@ def _resolve(layers: Sequence[_Layer], path: Path, left_open: Set[str] = frozens
     return Config(**sections, task=task, origins=origins)
 
 
-def _take(section: str, table: dict, places: Mapping, fields: dict) -> Iterator[_Problem]:
+def _take(section: str, table: dict, place: str, fields: dict) -> Iterator[_Problem]:
     """Put a layer's `table` into the `fields` of its section; yield the problems."""
     known = {key.name: key for key in KEYS[section]}
     for name, value in table.items():
-        where = f"{places[name]}: {section}.{name}"
+        where = f"{place}: {section}.{name}"
         if name not in known:
             near, guess = _nearest(name, known)
             text = f"{where}: unknown key{guess}; [{section}] has {', '.join(known)}"
