@@ -299,8 +299,7 @@ def _fill(world: World, chains: dict[Place, list[Ended]], now: float) -> Iterato
         is_worker = place[0] == WORKER
         if place in taken or (is_worker and workers >= world.slots and place not in unsure):
             continue
-        failed = _failing(memory, place)
-        is_full = is_worker and pending >= world.max_pending
+        failed, is_full = _failing(memory, place), is_worker and pending >= world.max_pending
         waits = (
             foreign and f"the other mode's job {foreign[0]} is still there",
             failed and f"job {failed} has failed, and is leaving",

@@ -244,7 +244,10 @@ class LocalScheduler:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(leader.pid, SIGTERM)
             program = (sys.executable, "-P", "-m", "elastic.jobs.sched_local")
-            detached([*program, str(self.state), job_id, str(grace_s)], _outliving())
+            # Without the mark: it must outlive the job that calls this.
+            given = {name: value for name, value in environment().items() if name != MARK}
+            given |= {"PYTHONPATH": str(elastic_home() / "lib")}
+            detached([*program, str(self.state), job_id, str(grace_s)], given)
 
     def kill_after(self, job_id: str, grace_s: float) -> None:
         """Kill a job if it is still there when its grace is over."""
@@ -272,12 +275,6 @@ def _read(path: Path) -> str:
     with contextlib.suppress(FileNotFoundError):
         return durable.insist(path.read_text)
     return ""
-
-
-def _outliving() -> dict[str, str]:
-    """The environment of a program of ours that must outlive the job that starts it."""
-    given = {name: value for name, value in environment().items() if name != MARK}
-    return given | {"PYTHONPATH": str(elastic_home() / "lib")}
 
 
 def detached(command: Sequence[str], environment=None, output=None, folder: str = "/") -> None:

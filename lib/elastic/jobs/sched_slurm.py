@@ -331,7 +331,11 @@ def share_of_gpu(slurm) -> tuple[int, str]:
     node of the partitions. 0 and "" if Slurm has a default, if the site's own options say
     it in another way, or if Slurm does not say. Raises TryAgain."""
     names = slurm.partition.split(",")
-    given = _given_to_jobs(slurm, names)
+    there = partitions()
+    given_by = [*(there.get(name, {}) for name in names), cluster()]
+    settings = [pair for each in given_by for pair in each.items()]
+    defaults = [f"{key}={value}" for key, value in settings if value != "UNLIMITED"]
+    given = " ".join((*defaults, *slurm.options))
     inside = [node for node in nodes() if node.partition in names]
     # With a constraint that is more than features, take all nodes.
     inside = [node for node in inside if _has_features(node, slurm)] or inside
@@ -342,15 +346,6 @@ def share_of_gpu(slurm) -> tuple[int, str]:
     has_cpus = re.search("DefCpuPerGPU|--cpus-per|(^| )-c|--hint|--threads-per-core", given)
     has_memory = megabytes < LEAST_MB or re.search("DefMemPer|--mem(?!-bind)", given)
     return 0 if has_cpus else cpus, "" if has_memory else f"{megabytes}M"
-
-
-def _given_to_jobs(slurm, names: Sequence[str]) -> str:
-    """The settings of these partitions and of the cluster, and the site's options."""
-    there = partitions()
-    given_by = [*(there.get(name, {}) for name in names), cluster()]
-    settings = [pair for each in given_by for pair in each.items()]
-    defaults = [f"{key}={value}" for key, value in settings if value != "UNLIMITED"]
-    return " ".join((*defaults, *slurm.options))
 
 
 def _shares(gpus_on: Mapping[str, int]) -> Iterator[tuple[int, int]]:

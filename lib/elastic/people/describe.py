@@ -126,8 +126,7 @@ def run(_notice: Notice) -> int:
         print(error if isinstance(error, ElasticError) else words, file=sys.stderr)
         # A task whose own module is missing is missing everywhere.
         missing, module = getattr(error.__cause__, "name", ""), config.run.task.split(":")[0]
-        is_own = f"{module}.".startswith(f"{missing}.")
-        is_own = is_own or not _is_lacking(error, is_here)
+        is_own = f"{module}.".startswith(f"{missing}.") or not _is_lacking(error, is_here)
         return Exit.USAGE if tries and is_own else Exit.ERROR
     answer = json.dumps({"model": asdict(model), "untried": untried})
     os.write(1, f"\n{answer}\n".encode())  # whatever the task has made of sys.stdout

@@ -103,20 +103,17 @@ class Look:
         self.newest = self.commits[-1] if self.commits else None
         # A run that is over has no master to ask. If its jobs are not known, it may have one.
         asks = asks and bool(self.jobs or listing.trouble or not facts.closing)
-        self.crew = self._crew(run, asks)
+        if not _is_sync(facts):
+            self.crew = _workers(run, facts, self.jobs) if asks else Crew(_by_jobs(self.jobs))
+        elif config.run.command:
+            self.crew = _program(facts, self.jobs, self.now)
+        else:
+            self.crew = _ranks(facts, self.jobs, self.progress, self.now)
         self.is_asked = asks or _is_sync(facts)  # or are workers counted by their jobs?
         version = self.newest.version if self.newest else 0
         self.on_top = _on_top(run.path, facts, self.progress, version, self.crew, listing.trouble)
         self.shortage = run.shortage(config.checkpoint.min_free_bytes)
         self.pass_s = reconcile.since_last(run)
-
-    def _crew(self, run: RunDir, asks: bool) -> Crew:
-        """Workers of local mode, ranks of sync mode, or run.command's."""
-        if not _is_sync(self.facts):
-            return _workers(run, self.facts, self.jobs) if asks else Crew(_by_jobs(self.jobs))
-        if self.facts.config.run.command:
-            return _program(self.facts, self.jobs, self.now)
-        return _ranks(self.facts, self.jobs, self.progress, self.now)
 
     @property
     def gpus(self) -> int | None:

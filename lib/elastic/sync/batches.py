@@ -110,8 +110,8 @@ class Batches:
                 places = [(epoch, at) for epoch, start, stop in batch for at in range(start, stop)]
                 parts = passes(places, group.rank, group.world, train.batch_size)
                 drawn = [_filled(part or places[:1], train.batch_size) for part in parts]
-                shares = [len(part) / len(all_) for part, all_ in zip(parts, drawn, strict=True)]
-                planned.append((batch, shares))
+                sizes = zip(map(len, parts), map(len, drawn), strict=True)
+                planned.append((batch, [counting / loaded for counting, loaded in sizes]))
                 for each in drawn:
                     yield [index(len(self._dataset), seed, *place) for place in each]
 

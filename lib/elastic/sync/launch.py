@@ -366,8 +366,8 @@ class Ranks:
     def are_silent(self) -> bool:
         """Has run.command neither said nor saved anything for `sync.silent_timeout`?"""
         logs = (self._resume.run.path / "logs/ranks").glob("*.log")
-        spoke = os.fstat(sys.stdout.fileno()).st_mtime, *map(os.path.getmtime, logs)
-        heard = max(self.began, *spoke)
+        heard = max(self.began, os.fstat(sys.stdout.fileno()).st_mtime,
+                    *map(os.path.getmtime, logs))
         if not self._limit_s or time.time() - heard < self._limit_s:
             return False
         saved = max(self._resume.there().values(), default=0) / 1e9

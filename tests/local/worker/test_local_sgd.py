@@ -84,8 +84,8 @@ def test_it_is_not_waited_for_without_end_nor_after_a_notice(monkeypatch, notice
     assert isinstance(caught.value, TryAgain) == notice
 
 
-def lives(state: str = "loading", moved: float = 0.0) -> SimpleNamespace:
-    return SimpleNamespace(state=state, moved=moved)
+def lives(slot: int, state: str = "loading") -> SimpleNamespace:
+    return SimpleNamespace(slot=slot, state=state, moved=0.0)
 
 
 @pytest.mark.parametrize("happens", ["it makes it", "it is lost", "it hangs"])
@@ -93,7 +93,7 @@ def test_of_workers_that_live_the_lowest_slot_makes_version_0(run, happens):
     """Each wrote its own: of many the disk was full, and none of them was ever whole. Of one that
     hung in its data set the others waited for ever, as it had its lease."""
     model, waits, notice = torch.nn.Linear(2, 1), threading.Event(), Notice()
-    live, hang_s = {2: lives(), 5: lives("waiting")}, run.config().health.hang_timeout_s
+    live, hang_s = {2: lives(2), 5: lives(5, "waiting")}, run.config().health.hang_timeout_s
     clock = [0.0]
 
     def opened(slot: int) -> Layout:
@@ -120,7 +120,7 @@ def test_of_workers_that_live_the_lowest_slot_makes_version_0(run, happens):
 
 def test_a_notice_ends_the_wait_for_version_0(run):
     waiting = Line(Place(run, 5, 1, "7"), True)
-    store = SimpleNamespace(slots=lambda: {2: lives()}, now=lambda: 0.0)
+    store = SimpleNamespace(slots=lambda: {2: lives(2)}, now=lambda: 0.0)
     waiting.reach = lambda action: action(store)
     with pytest.raises(TryAgain, match="no version 0"):
         layout_of_run(waiting, Group(), torch.nn.Linear(2, 1), 10, 1)

@@ -4,7 +4,6 @@ next version is waited for and loaded, and the steps ahead are put on top of it.
 """
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +15,6 @@ from elastic.local.worker.deliver import Delivery
 from elastic.local.worker.in_hand import InHand, WorkerRound
 from elastic.local.worker.line import Line
 from elastic.local.worker.moments import Moments
-from elastic.run.membership import Slot
 from elastic.run.records import Commit, Outcome
 from elastic.run.shuffle import check_size
 from elastic.saved.layout import Layout
@@ -51,20 +49,21 @@ def _is_to_create(line: Line) -> bool:
     makes it, and the others wait for it here: if each made one they would fill the disk.
     Raises TryAgain at a notice, or if the run is over."""
     most_s = line.run.config().health.hang_timeout_s
+
+    def ready(store) -> list[int]:
+        """One that hangs while it loads has its lease for ever: the others do not wait."""
+        now, slots = store.now(), store.slots().values()
+        return [each.slot for each in slots
+                if each.state not in ("loading", "blocked") or now - each.moved < most_s]
+
     while line.run.commits.told_version() < 0:
-        slots = line.reach(lambda store: _ready(store.slots(), store.now(), most_s))
+        slots = line.reach(ready)
         if slots is not None and line.place.slot <= min(slots, default=line.place.slot):
             return True
         line.say(state="waiting")
         if line.wait(lambda news: news.version >= 0 or news.over).over or line.notice:
             raise TryAgain("there is no version 0 yet", "its workers make it, once they are there")
     return False
-
-
-def _ready(slots: Mapping[int, Slot], now: float, most_s: float) -> list[int]:
-    """The slots that may make it. One that hangs while it loads has its lease for ever."""
-    return [number for number, slot in slots.items()
-            if slot.state not in ("loading", "blocked") or now - slot.moved < most_s]
 
 
 def _create(line: Line, group: Group, replica: Replica, commit: Commit) -> None:

@@ -161,28 +161,22 @@ class InHand:
     def next_step(self, courier: Future | None = None) -> list:
         """[number of samples of the next step, the samples to come (None: as planned)].
         Empty: the round ends, or with a `courier` under way the steps ahead."""
-        most, batch = self.inner_steps, self.config.step_samples
+        batch, most = self.config.step_samples, self.inner_steps
         left = (max(1, most // AHEAD) if courier else most) - self.round.steps
         if left <= 0 or self.is_over() or (courier and courier.done()):
             return []
         self.tell_new_master()
-        if not self._has_samples(left * batch):
-            return []
+        wanted = left * batch
+        if count(self.queue) < batch and not self.is_dry:
+            if not self._ask(wanted - count(self.queue)):
+                return []
+            self.is_dry = count(self.queue) < wanted
         plan = list(self.queue) if self.queue != self._planned else None
         taken = take(self.queue, batch)
         self._planned = list(self.queue)
         self.round.samples += taken
         self._step_began = time.monotonic()
         return [count(taken), plan] if taken else []
-
-    def _has_samples(self, wanted: int) -> bool:
-        """Is there a batch, or the last of the run's samples? Asks for `wanted` if not. False:
-        the round is over before there is an answer."""
-        if count(self.queue) >= self.config.step_samples or self.is_dry:
-            return True
-        is_answered = self._ask(wanted - count(self.queue))
-        self.is_dry = is_answered and count(self.queue) < wanted
-        return is_answered
 
     def _ask(self, wanted: int) -> bool:
         """Ask for samples. False: the round is over before there is an answer."""
