@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastic.tasks import ByteText
 from helpers import ROOT
 from validate import records, report
 from validate.records import ARMS, SIZES, Point, Trial
@@ -25,7 +26,7 @@ FEW = replace(SIZES["0.5M"], tokens=TOKENS)
 @pytest.mark.parametrize("point", ["2x4", "3x1", "2xswing"])
 def test_workers_share_the_tokens_to_the_last_one(point, monkeypatch):
     steps = []
-    monkeypatch.setattr(records.Simulator, "validate", lambda self: {"validation_loss": 0.0})
+    monkeypatch.setattr(ByteText, "validate", lambda self, model: {"validation_loss": 0.0})
 
     def noted(simulator, crew):
         deltas = real(simulator, crew)
@@ -39,6 +40,18 @@ def test_workers_share_the_tokens_to_the_last_one(point, monkeypatch):
     batch = Point.read(point).batch
     assert sum(steps) * batch * records.CONTEXT == TOKENS
     assert row["versions"] > 1
+    assert len(row["curve"]) == records.PARTS
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_look_on_the_way_changes_nothing(arm, monkeypatch):
+    losses = set()
+    for parts in (1, records.PARTS):
+        monkeypatch.setattr(records, "PARTS", parts)
+        row = records.run(Trial(arm, Point(2, "2"), 0, FEW, SMALL))
+        assert len(row["curve"]) == parts
+        losses.add(row["loss"])
+    assert len(losses) == 1
 
 
 def test_a_synchronous_arm_is_one_trial_for_all_points():
@@ -51,12 +64,14 @@ def test_a_row_has_the_paired_difference_and_its_bound():
     point, losses = Point(30, "4"), {REF: [1.0, 1.2, 1.1], "muon": [0.9, 1.1, 1.0]}
     results = {
         Trial(arm, point, seed, FEW): {
-            "loss": loss, "versions": 9, "bytes_per_token": 1234.5}
+            "loss": loss, "curve": [5 * loss, loss], "versions": 9, "bytes_per_token": 1234.5,
+            "minutes": 3.04}
         for arm, of_seed in losses.items() for seed, loss in enumerate(of_seed)
     }
     *_, reference, muon = records.table(results).splitlines()
-    assert reference == "| 30 | 4 | synchronous AdamW | 1.1000 |  |  |  | 4,938 |"
-    assert muon == "| 30 | 4 | local mode, Muon | 1.0000 | -0.1000 | -0.1000 | 9 | 1,234 |"
+    assert reference == "| 30 | 4 | synchronous AdamW | 1.1000 |  |  |  | 4,938 | 3.0 |"
+    assert muon == "| 30 | 4 | local mode, Muon | 1.0000 | -0.1000 | -0.1000 | 9 | 1,234 | 3.0 |"
+    assert records.curves(results).endswith("| 30 | 4 | local mode, Muon | 5.000 | 1.000 |\n")
 
 
 def test_the_command_runs_each_trial_once_and_prints_the_table(tmp_path, capsys, monkeypatch):
@@ -72,7 +87,7 @@ def test_the_command_runs_each_trial_once_and_prints_the_table(tmp_path, capsys,
     assert records.main() == 0
     for said, trials in ((answer.stdout, 2), (capsys.readouterr().out, 0)):
         assert f"2 trials, {trials} to run" in said
-        assert said.count("| 30 | 4 |") == 2
+        assert said.count("| 30 | 4 |") == 2 * 2
 
 
 def test_a_table_that_has_no_place_in_the_page_is_not_written_there():

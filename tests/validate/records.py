@@ -15,7 +15,8 @@ the bits of real processes. What ran is kept in build/records.jsonl, and not run
 
 The table: final validation loss in nats per byte, mean over the seeds; its paired difference from
 synchronous AdamW with the one-sided 95 % bound above it; versions made; bytes that all workers send
-per token. `--publish` writes it into docs/records.md.
+per token; minutes of one core. A second table has the loss on the way. `--publish` writes both into
+docs/records.md.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,13 +39,14 @@ from elastic.saved.codec import CODECS
 from elastic.tasks import ByteText
 from helpers import commit_of
 from validate import report, rig
-from validate.simulator import Planned, Simulator
+from validate.simulator import Planned, Simulator, Version
 
 KEPT = "records.jsonl"
 GLOBAL_BATCH, CONTEXT = 32, 128  # samples of a global step, and bytes of a sample
 MOST_WORKERS, TUNING_SEED = 8, 100
 REFERENCE = "sync-adamw"
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+PARTS = 5  # of the tokens: after each the loss is measured
 
 
 @dataclass(frozen=True)
@@ -156,27 +159,49 @@ class Trial:
         return json.dumps([*self.settings, crew, torch.__version__])
 
 
+class Watched(Simulator):
+    """A Simulator that notes the loss on the way."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.curve: list[float] = []
+
+    def watch(self, tokens: int) -> None:
+        """Note the model's loss when another part of the tokens is done, or several are."""
+        if more := tokens * PARTS // self.total_tokens - len(self.curve):
+            self.curve += more * [self.task.validate(self.model)["validation_loss"]]
+
+
+class Synchronous(Watched):
+    """One round from the first step to the last: watched between steps."""
+
+    def before_step(self, version: Version, tokens: int) -> None:
+        self.watch(tokens)
+
+
 def run(trial: Trial) -> dict:
     """Train to the end of the tokens."""
     torch.set_num_threads(1)
+    began = time.process_time()
     config = configuration.load(rig.HERE / "parity.toml", trial.settings, rig.NO_SITE)
     task = ByteText(config.task)
     start = rig.untrained(task, config)
-    simulator = Simulator(task, config, start, len(task.dataset()), trial.tokens)
     alone = ARMS[trial.arm].synchronous
+    kind = Synchronous if alone else Watched
+    simulator = kind(task, config, start, len(task.dataset()), trial.tokens)
     crews = iter(lambda: [0], None) if alone else trial.point.crews(trial.seed)
     sent, encoded = 0, sum(map(CODECS[config.local_sgd.compression].size_bytes,
                                simulator.outer.layout.numels))
     while deltas := works(simulator, next(crews)):
         sent += len(deltas) * encoded
-        for _ in simulator.replay([commit_of(deltas=tuple(deltas))]):
-            pass
-    loss = simulator.validate()["validation_loss"]
+        for version in simulator.replay([commit_of(deltas=tuple(deltas))]):
+            simulator.adopt(simulator.versions[version].published)
+            simulator.watch(simulator.versions[version].tokens)
     if alone:  # of one worker: a ring moves each gradient twice, every step
         sent = 2 * 4 * sum(map(torch.numel, simulator.outer.params)) * config.local_sgd.inner_steps
     return {"key": trial.key, "arm": trial.arm, "point": str(trial.point), "seed": trial.seed,
-            "loss": loss, "versions": simulator.version,
-            "bytes_per_token": sent / trial.tokens}
+            "loss": simulator.curve[-1], "curve": simulator.curve, "versions": simulator.version,
+            "bytes_per_token": sent / trial.tokens, "minutes": (time.process_time() - began) / 60}
 
 
 def works(simulator: Simulator, crew: list[int]) -> list[Planned]:
@@ -222,22 +247,37 @@ def run_all(trials: list[Trial], processes: int, build: Path) -> dict[Trial, dic
 
 
 HEADER = """\
-| K | M | | loss | − synchronous AdamW | bound | versions | bytes per token |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| K | M | | loss | − synchronous AdamW | bound | versions | bytes per token | minutes |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
 def table(results: dict[Trial, dict]) -> str:
     """Markdown: of each point, its arms."""
-    rows = [HEADER]
+    groups = grouped(results)
+    return HEADER + "".join(_row(point, arm, by_seed, groups.get((point, REFERENCE), {}))
+                            for (point, arm), by_seed in groups.items())
+
+
+def curves(results: dict[Trial, dict]) -> str:
+    """Markdown: the loss on the way, a mean over the seeds."""
+    parts = [f"{100 * part // PARTS} %" for part in range(1, PARTS + 1)]
+    rows = [f"| K | M | | {' | '.join(parts)} |", "| --- " * (PARTS + 3) + "|"]
+    for (point, arm), by_seed in grouped(results).items():
+        along = zip(*(row["curve"] for row in by_seed.values()), strict=True)
+        losses = " | ".join(f"{mean(part):.3f}" for part in along)
+        rows.append(f"| {point.steps} | {point.workers} | {ARMS[arm].title} | {losses} |")
+    return "\n".join(rows) + "\n"
+
+
+def grouped(results: dict[Trial, dict]) -> dict[tuple[Point, str], dict[int, dict]]:
+    """Of each point and arm, what came of each seed; the arms of a point are together."""
+    groups = {}
     for point in dict.fromkeys(trial.point for trial in results):
-        by_arm: dict[str, dict[int, dict]] = {}
         for trial, row in results.items():
             if trial.point == point:
-                by_arm.setdefault(trial.arm, {})[trial.seed] = row
-        rows += [_row(point, arm, by_seed, by_arm.get(REFERENCE, {}))
-                 for arm, by_seed in by_arm.items()]
-    return "".join(rows)
+                groups.setdefault((point, trial.arm), {})[trial.seed] = row
+    return groups
 
 
 def _row(point: Point, arm: str, by_seed: dict[int, dict], reference: dict[int, dict]) -> str:
@@ -254,7 +294,7 @@ def _row(point: Point, arm: str, by_seed: dict[int, dict], reference: dict[int, 
     if ARMS[arm].synchronous:
         versions, sent = "", sent * point.most
     cells = [str(point.steps), point.workers, ARMS[arm].title, f"{loss:.4f}", gap, bound,
-             versions, f"{sent:,.0f}"]
+             versions, f"{sent:,.0f}", f"{average('minutes'):.1f}"]
     return f"| {' | '.join(cells)} |\n"
 
 
@@ -277,11 +317,14 @@ def main() -> int:
     points = [Point.read(text) for text in options.points.split(",")]
     trials = [Trial(arm, point, seed, size, more)
               for seed in range(options.seeds) for point in points for arm in arms]
-    found = table(run_all(trials, options.processes, options.build))
-    print(found)
+    results = run_all(trials, options.processes, options.build)
+    found = {f"records, {size.name}": table(results),
+             f"records, {size.name}, on the way": curves(results)}
+    print("\n".join(found.values()))
     if options.publish:
         page = rig.HERE.parents[1] / "docs" / "records.md"
-        page.write_text(report.replaced(page.read_text(), found, f"records, {size.name}"))
+        for mark, text in found.items():
+            page.write_text(report.replaced(page.read_text(), text, mark))
     return 0
 
 
