@@ -37,7 +37,7 @@ LIMITS = SimpleNamespace(max_pending=3, max_failures=3, backoff_s=5.0)
 CONFIG = SimpleNamespace(
     elastic=LIMITS, run=SimpleNamespace(scheduler="slurm", command=()),
     health=SimpleNamespace(hang_timeout_s=0.0),
-    slurm=SimpleNamespace(gpus_per_worker=1, gpus_per_node=1),
+    slurm=SimpleNamespace(gpus_per_worker=1, gpus_per_node=1), workers=int,
     sync=SimpleNamespace(sizes=(), grow_after_s=1e9),
 )
 TABLE = (

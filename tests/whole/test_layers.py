@@ -23,9 +23,9 @@ FOLDERS = {
     "train": 1100,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1014,  # tensors on disk, committed by link(): what both modes begin with
     "local": 563,  # local mode: what both sides of the wire speak
-    "local/worker": 1393,  # one slot: hold the lease, train, deliver
+    "local/worker": 1394,  # one slot: hold the lease, train, deliver
     "local/master": 1094,  # one master: Redis, samples, rounds, commits
-    "sync": 1018,  # sync mode: one job that resizes
+    "sync": 1017,  # sync mode: one job that resizes
     "people": 2148,  # what a person asks and sees
     "lab": 1099,  # trying and proving; nothing imports it
     "commands": 456,  # click: options, checks, exit codes

@@ -291,7 +291,7 @@ def test_a_program_at_work_is_running_and_has_no_ledger_and_without_cron_a_succe
         job = run.jobs()["trainer", 0]
         screen, done = (elastic_here(command, "tiny") for command in ("status", "audit"))
         run.kill("elastic.sync.launch")
-        wait_until(lambda: said(run, "from 1"), 60, "the successor trains")
+        run.until(lambda: said(run, "from 1"), 60, "the next pass starts the successor")
     node = os.uname().nodename
     assert (seen["state"], seen["gpus"]) == ("running", 1)
     assert re.fullmatch(rf"running job {job.job_id} on {node}, 1 GPU, since \d+ s; its progress is "

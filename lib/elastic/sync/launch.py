@@ -365,13 +365,12 @@ class Ranks:
 
     def are_silent(self) -> bool:
         """Has run.command neither said nor saved anything for `sync.silent_timeout`?"""
-        logs = (self._resume.run.path / "logs/ranks").glob("*.log")
-        heard = max(self.began, os.fstat(sys.stdout.fileno()).st_mtime,
-                    *map(os.path.getmtime, logs))
+        heard = max(self.began, os.fstat(sys.stdout.fileno()).st_mtime)  # the job's log
         if not self._limit_s or time.time() - heard < self._limit_s:
             return False
         saved = max(self._resume.there().values(), default=0) / 1e9
-        return time.time() - saved > self._limit_s
+        logs = (self._resume.run.path / "logs/ranks").glob("*.log")
+        return time.time() - max([saved, *map(os.path.getmtime, logs)]) > self._limit_s
 
     def tell(self) -> bool:
         """Pass a notice on to the ranks, never through srun, which would kill its tasks at

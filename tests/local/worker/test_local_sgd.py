@@ -318,7 +318,7 @@ def test_a_delta_that_comes_too_late_for_any_master_is_told_of(version, is_offer
     worker.hears_of(version)
     worker.deliver.deliver(worker.hand.round)
     assert len(offers) == is_offered
-    assert events == ([] if is_offered else [("reject", "stale: 2 behind")])
+    assert events == ([] if is_offered else [("reject", "2 behind: no master looks back so far")])
 
 
 def test_samples_of_a_delta_that_is_delivered_are_still_held_for_a_new_master():

@@ -45,8 +45,8 @@ class Delivery:
         # Before it is offered: if no master hears of it, it is left in the run directory.
         done.header = self._header(done, fragments)
         if (late := line.news.version - done.base) > hand.config.local_sgd.max_staleness:
-            # So far back a master does not look.
-            line.event("reject", reason=f"{rounds.Rule.STALE}: {late} behind", base=done.base)
+            line.event("reject", attempt=line.place.attempt, base=done.base, rule=rounds.Rule.STALE,
+                       reason=f"{late} behind: no master looks back so far")
         else:
             line.offer(done.header)
         # Near 0 if there were no steps: a worker whose delivery took long once trains again.
