@@ -19,7 +19,7 @@ PACKAGE = ROOT / "lib" / "elastic"
 FOLDERS = {
     "base": 1005,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1395,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1748,  # jobs on a cluster: what is there, what should be, one pass
+    "jobs": 1747,  # jobs on a cluster: what is there, what should be, one pass
     "train": 1100,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1014,  # tensors on disk, committed by link(): what both modes begin with
     "local": 563,  # local mode: what both sides of the wire speak

@@ -102,7 +102,7 @@ duration = functools.partial(click.option, callback=seconds)
               help="The kinds of faults.")
 @shared.json_option
 def chaos(run: str, as_json: bool, **plan):
-    """Do real faults to RUN, and report what they cost.
+    """Do real faults to RUN, in local mode, and report what they cost.
 
     Kills and stops the run's own processes and jobs. Nothing that is
     committed can be lost by it.

@@ -36,7 +36,7 @@ from elastic.jobs.history import MASTER, TRAINER, WORKER, Ended, Job, Memory, Un
 from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, World, bad_nodes, plan
 from elastic.jobs.sched import JobSpec, Refused, RetryLater
 from elastic.run.records import Outcome, restored
-from elastic.run.rundir import Control, RunDir, check_answers
+from elastic.run.rundir import Control, RunDir, check_answers, check_name
 
 # A submission may turn up this long after its pass was killed (more than LISTING_LAG_S), or
 # after its answer was lost: the controller may hang for minutes.
@@ -98,7 +98,7 @@ def run_pass(runs: Sequence[RunDir], now: float, dry_run: bool = False,
         for run in runs:
             with _errors_of(run, report):
                 check_answers(run)
-                run.check_name()
+                check_name(run)
                 if not _is_closed(run) and (dry_run or locks.enter_context(_lock(run, wait_s))):
                     one = _Pass(run, now, dry_run, within_s)
                     passes[sched.cluster_of(one.config.run.scheduler, one.environment)].append(one)

@@ -33,7 +33,7 @@ from elastic.base.durable import patiently
 from elastic.base.environment import LEADS, elastic_home, registry_dir
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.history import MASTER, TRAINER, WORKER, Job
-from elastic.run.rundir import RunDir
+from elastic.run.rundir import RunDir, check_name
 
 CLUSTER = "SLURM_CLUSTER_NAME"  # Slurm's own; in a run's environment since its submission
 END_S = 30.0  # in which the jobs that `end_jobs` kills have to go
@@ -119,7 +119,7 @@ def open_scheduler(config: Config, environment: Mapping[str, str] | None = None)
 def scheduler_of(run: RunDir):
     """The scheduler that a run was submitted to: cron's environment does not lead to it.
     Raises UsageError for a copy of a run: the jobs are the original's."""
-    run.check_name()
+    check_name(run)
     return open_scheduler(run.config(), run.environment())
 
 

@@ -330,8 +330,7 @@ def share_of_gpu(slurm) -> tuple[int, str]:
     """The CPUs and the memory (as sbatch takes it) that a GPU's share is on the smallest
     node of the partitions. 0 and "" if Slurm has a default, if the site's own options say
     it in another way, or if Slurm does not say. Raises TryAgain."""
-    names = slurm.partition.split(",")
-    there = partitions()
+    names, there = slurm.partition.split(","), partitions()
     given_by = [*(there.get(name, {}) for name in names), cluster()]
     settings = [pair for each in given_by for pair in each.items()]
     defaults = [f"{key}={value}" for key, value in settings if value != "UNLIMITED"]

@@ -117,18 +117,10 @@ class RunDir:
             raise ElasticError(f"cannot make the run directory: {error}", hint) from None
         return run
 
-    def check_name(self) -> None:
-        """Raise UsageError if the run's name leads to another run, of which this may be a
-        copy: jobs go by the name."""
-        link, here = registry_dir() / "runs" / self.name, os.path.realpath(self.path)
-        if (there := os.path.realpath(link)) != here and _run_at(link):
-            hint = "rename this folder: jobs go by the name, and the other run may have some"
-            raise UsageError(f"run name taken: {self.name!r} is {there}", hint)
-
     def register(self) -> None:
         """Have the run's name lead to this folder, which may have been moved. UsageError if
         it leads to another run, or is none."""
-        self.check_name()
+        check_name(self)
         link, here = registry_dir() / "runs" / self.name, os.path.realpath(self.path)
         if os.path.realpath(link) == here:
             return
@@ -311,6 +303,15 @@ def check_answers(run: RunDir) -> None:
     """Raise TryAgain if the run's filesystem has not answered `registered`."""
     if run.is_silent:
         raise TryAgain(f"the filesystem has not answered for {LOOK_S:g} s")
+
+
+def check_name(run: RunDir) -> None:
+    """Raise UsageError if the run's name leads to another run, of which this may be a copy:
+    jobs go by the name."""
+    link, here = registry_dir() / "runs" / run.name, os.path.realpath(run.path)
+    if (there := os.path.realpath(link)) != here and _run_at(link):
+        hint = "rename this folder: jobs go by the name, and the other run may have some"
+        raise UsageError(f"run name taken: {run.name!r} is {there}", hint)
 
 
 def find(name_or_path: str) -> RunDir:

@@ -90,8 +90,7 @@ class Launcher:
         if info := get_slurm_info():
             log_job_info(with_end_time(info), _say)
         self._release_nodes()
-        # So a successor waits in the queue soon, also without cron, and starts however this
-        # job ends.
+        # So a successor waits in the queue soon, also without cron.
         self._passes = Passes(self.run, PASSES_S, SUCCESSOR_S)
         while not (end := self._attempt()):
             pass
