@@ -165,16 +165,16 @@ class _Lossy(io.FileIO):
 
 
 def log_what_fits() -> None:
-    """Jobs log into the run directory: from now on a full disk costs words of the log, and
-    nothing else."""
+    """Jobs log into the run directory: from now on a full disk costs words of the log,
+    and nothing else."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         raw = io.BufferedWriter(_Lossy(number, "wb", closefd=False))
         setattr(sys, name, io.TextIOWrapper(raw, errors="replace", line_buffering=True))
 
 
 def insist(action: Callable[..., T], *args) -> T:
-    """What `action(*args)` returns, called up to four times while the filesystem fails for
-    now (AGAIN_S). Raises TryAgain if it goes on failing."""
+    """What `action(*args)` returns, called up to four times while the filesystem fails
+    for now (AGAIN_S). Raises TryAgain if it goes on failing."""
     waits_s = iter(AGAIN_S)
     while True:
         try:
@@ -210,8 +210,8 @@ def patiently(action: Callable[..., T], *args, hurry: Callable = lambda: False,
 
 def until_written(write: Callable[[], T], hurry: Callable, tell: Callable = lambda _: None) -> T:
     """What `write()` returns, called again while the disk is full or fails for now, also
-    for what write() reads before it writes; `tell(error)` in between. Raises TryAgain once
-    `hurry()` is true."""
+    for what write() reads before it writes; `tell(error)` in between. Raises TryAgain
+    once `hurry()` is true."""
     told = set()
 
     def say(error: OSError | TryAgain) -> None:
@@ -307,9 +307,9 @@ def check_folder(folder: Path, may_be_sticky: bool = False) -> Path:
 
 
 def is_ours(owner: int, is_above: bool) -> bool:
-    """Is `owner` (a uid) the user, or root? In a user namespace without root, root's folders
-    above belong to the number that stands for all unknown users: there nobody can tell
-    them from another user's."""
+    """Is `owner` (a uid) the user, or root? In a user namespace without root, root's
+    folders above belong to the number that stands for all unknown users: there nobody can
+    tell them from another user's."""
     if owner in (0, os.getuid()) or not is_above:
         return owner in (0, os.getuid())
     known = sum(map(int, proc.read("/proc/self/uid_map").split()[2::3]))
@@ -369,9 +369,9 @@ def checksum(path: Path) -> str:
 
 
 def damage(path: Path, entry: dict, of: Callable[[Path], str] | None = checksum) -> str:
-    """What is wrong with a committed file, as its commit's `entry` says it; "" if nothing.
-    `of` computes its checksum (None: only the size is compared). Raises TryAgain if the
-    filesystem does not answer."""
+    """What is wrong with a committed file, as its commit's `entry` says it; "" if
+    nothing. `of` computes its checksum (None: only the size is compared). Raises TryAgain
+    if the filesystem does not answer."""
     try:
         size = insist(path.stat).st_size
         xxh3 = insist(of, path) if of else entry.get("xxh3")

@@ -23,8 +23,8 @@ _OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID", "ELASTIC_RANK", "ELASTIC
 _OF_COMMANDS = ("SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
 _OF_A_SESSION = ("SSH_", "XDG_RUNTIME_DIR", "XDG_SESSION_", "XDG_SEAT", "XDG_VTNR", "DBUS_",
                  "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")
-# In a session inside of a job: the job's GPUs, the places of its ranks, a folder that ends
-# with the job.
+# In a session inside of a job: the job's GPUs, the places of its ranks, a folder that
+# ends with the job.
 _OF_ITS_STEP = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE",
                 "MASTER_ADDR", "MASTER_PORT", "TMPDIR")
 _OF_A_RANK = ("NCCL_", "GLOO_", "OMP_NUM_THREADS")  # in a rank's shell: chosen for its node
@@ -44,8 +44,8 @@ def env(name: str, default: str | None = None) -> str | None:
 def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a job, or for a command of Slurm's: `given`, else this
     process's, without the variables of an outer job, of a login session and of the user's
-    settings. Those that lead to the cluster stay; SLURM_CONF only if that file is there: in
-    a job it may name a file on the job's node."""
+    settings. Those that lead to the cluster stay; SLURM_CONF only if that file is there:
+    in a job it may name a file on the job's node."""
     given = os.environ if given is None else given
     dropped = _OF_A_JOB + _OF_COMMANDS + _OF_A_SESSION + (_OF_A_RANK if "RANK" in given else ())
     names = _OF_A_SHELL + (_OF_ITS_STEP if "SLURM_JOB_ID" in given else ())
@@ -61,8 +61,8 @@ def elastic_home() -> Path:
 
 
 def commands() -> Path:
-    """The folder of the commands for crontabs and people. Where versions are installed side
-    by side, its links lead to the current version."""
+    """The folder of the commands for crontabs and people. Where versions are installed
+    side by side, its links lead to the current version."""
     home = elastic_home()
     beside = home.parent
     follows = (beside / "current").is_symlink() and (beside / "bin").is_dir()
@@ -101,8 +101,8 @@ def runs_root() -> Path:
 
 
 def registry_dir(given: Mapping[str, str] | None = None) -> Path:
-    """The folder of the user's own state, with links to runs: $ELASTIC_HOME_DIR in `given`,
-    else in this process's environment, else ~/.elastic."""
+    """The folder of the user's own state, with links to runs: $ELASTIC_HOME_DIR in
+    `given`, else in this process's environment, else ~/.elastic."""
     named = (given or {}).get("ELASTIC_HOME_DIR") or env("ELASTIC_HOME_DIR", "~/.elastic")
     folder = expanded(named, "ELASTIC_HOME_DIR").resolve()
     if folder.exists() and not folder.is_dir():

@@ -39,8 +39,8 @@ class UsageError(ElasticError):
 
 
 class TryAgain(ElasticError):
-    """Redis, the scheduler or the filesystem did not answer. Nothing was changed, but for a
-    submission, which may have succeeded."""
+    """Redis, the scheduler or the filesystem did not answer. Nothing was changed, but for
+    a submission, which may have succeeded."""
 
     code = Exit.TRY_AGAIN
 
@@ -52,7 +52,7 @@ class UnfitNode(ElasticError):
 
 
 class Fenced(ElasticError):
-    """A higher attempt or master epoch has taken over: this process must not change anything
-    any more."""
+    """A higher attempt or master epoch has taken over: this process must not change
+    anything any more."""
 
     code = Exit.DO_NOT_RESTART

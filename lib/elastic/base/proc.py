@@ -1,5 +1,5 @@
-"""The processes of this machine, as /proc shows them: which live, to whom they belong, and
-how to end them.
+"""The processes of this machine, as /proc shows them: which live, to whom they belong,
+and how to end them.
 
 A process that is started for something (a job, a node) is marked by a variable
 NAME=FOLDER:OWNER in its environment, which its children inherit. A process that has
@@ -39,8 +39,8 @@ class Process(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> "Process | None":
-        """The process `pid` if it lives. A zombie does not live, unless it has threads left:
-        they still hold its files and sockets."""
+        """The process `pid` if it lives. A zombie does not live, unless it has threads
+        left: they still hold its files and sockets."""
         stat = read(f"/proc/{pid}/stat")
         state, *fields = stat.rpartition(")")[2].split() or ["X"]
         is_gone = state == "X" or (state == "Z" and fields[16] == "1")
@@ -48,8 +48,8 @@ class Process(NamedTuple):
 
 
 def families(mark: str, folder: Path, job_id: str = "") -> dict[str, set[int]]:
-    """All living processes by owner, each with its descendants. `job_id`: only processes of
-    this Slurm job, because jobs that a process submits inherit its mark.
+    """All living processes by owner, each with its descendants. `job_id`: only processes
+    of this Slurm job, because jobs that a process submits inherit its mark.
 
     Only this user's processes count: other users may mark theirs as they like.
     """
@@ -92,10 +92,10 @@ def kill_all(find: Callable[[], set[int]]) -> None:
 
 
 def abort(pids: Iterable[int], meanwhile: Callable[[], object] = lambda: None) -> None:
-    """SIGABRT these processes, but for those that ignore it. One after the other, the newest
-    first: the stacks that they print would mix where they share a pipe. All are stopped
-    before, so that none reacts to the end of another; the caller kills those that are left.
-    `meanwhile` is called again and again."""
+    """SIGABRT these processes, but for those that ignore it. One after the other, the
+    newest first: the stacks that they print would mix where they share a pipe. All are
+    stopped before, so that none reacts to the end of another; the caller kills those that
+    are left. `meanwhile` is called again and again."""
     asked = sorted(filter(_hears_abort, pids), reverse=True)
     send(asked, SIGSTOP)
     for pid in asked:

@@ -75,8 +75,8 @@ class Notice:
         return self._reader
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for a notice, at most `timeout_s`. Slurm signals the processes of a step one
-        after the other: a child may have left before this process hears of it."""
+        """Wait for a notice, at most `timeout_s`. Slurm signals the processes of a step
+        one after the other: a child may have left before this process hears of it."""
         select.select([self], [], [], timeout_s)
 
     def listen(self) -> None:
@@ -131,8 +131,8 @@ def _spare_children() -> None:
 
 def ignore_notices() -> None:
     """In a process of multiprocessing, whose parent gets the notice, too: it ignores
-    notices, but its parent's TERM still ends it. The signals stay blocked in programs that
-    it executes: only KILL ends those.
+    notices, but its parent's TERM still ends it. The signals stay blocked in programs
+    that it executes: only KILL ends those.
 
     SIG_IGN would not do: at exit multiprocessing sends TERM to its children, and waits
     for them.

@@ -4,8 +4,8 @@ import math
 import re
 from typing import Any
 
-# Of a notice, in both modes: to say how the job ended. GraceTime has been seen half a second
-# short.
+# Of a notice, in both modes: to say how the job ended. GraceTime has been seen half a
+# second short.
 NOTICE_MARGIN_S = 2.0
 
 

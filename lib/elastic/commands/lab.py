@@ -128,8 +128,8 @@ _WHICH = (click.Option(["--name"], default="default", help="Which one."),
 
 
 def _of_sandbox(method: Callable[..., str | None], *parameters: click.Parameter, **more) -> None:
-    """Make a subcommand of a function of a sandbox; what it returns is printed. `more` for
-    click: a help that is not the function's own."""
+    """Make a subcommand of a function of a sandbox; what it returns is printed. `more`
+    for click: a help that is not the function's own."""
     verb = method.__name__.strip("_").replace("_", "-")
 
     @sandbox.command(verb, params=[*parameters, *_WHICH], **more)

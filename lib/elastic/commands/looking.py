@@ -53,8 +53,8 @@ def status(run: str | None, watch: bool, as_json: bool):
 
 
 def look(run: str | None, is_table: bool, within_s: float) -> dict | list[dict]:
-    """The observation of the run, or those of all runs. A listing of jobs that is `within_s`
-    old will do."""
+    """The observation of the run, or those of all runs. A listing of jobs that is
+    `within_s` old will do."""
     from elastic.people import status  # and with it redis
 
     runs = [rundir.find(run)] if run else rundir.registered()
@@ -108,8 +108,8 @@ def logs_of(run: RunDir, slot: str | None, coming: Sequence[Path]) -> list[Path]
 
 
 def tail(words: Sequence[str | Path], follows: bool) -> int:
-    """Print what `tail` says, and return its exit status; without complaints on files that
-    are still to come, where it follows them."""
+    """Print what `tail` says, and return its exit status; without complaints on files
+    that are still to come, where it follows them."""
     with subprocess.Popen(["tail", *words], stdout=subprocess.PIPE, text=True, errors="replace",
                           stderr=subprocess.DEVNULL if follows else None) as process:
         try:

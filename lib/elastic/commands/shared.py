@@ -49,8 +49,8 @@ run_argument = functools.partial(click.argument, "run", shell_complete=runs_like
 
 
 def say(*lines: str, err: bool = False) -> None:
-    """Print words, which may come from anybody: `wording.plain` takes out what would control
-    the terminal."""
+    """Print words, which may come from anybody: `wording.plain` takes out what would
+    control the terminal."""
     with naming("standard error" if err else "standard output"):
         for line in lines:
             click.echo(wording.plain(line), err=err)

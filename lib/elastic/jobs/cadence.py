@@ -21,8 +21,8 @@ LEAST_S, MOST_S = 5.0, 3600.0
 
 
 def observed_mtbi_s(endings: Sequence[Mapping]) -> float:
-    """Mean seconds between interruptions of a run's trainer jobs. The last job may still be
-    at work."""
+    """Mean seconds between interruptions of a run's trainer jobs. The last job may still
+    be at work."""
     ends = [end for end in endings if end.get("role") == "trainer" and "started" in end]
     broken = sum(end.get("outcome", "") in INTERRUPTIONS for end in ends)
     lasted_s = sum(end["time"] - end["started"] for end in ends)

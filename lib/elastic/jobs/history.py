@@ -1,5 +1,5 @@
-"""What is known about the jobs of a run, how it grows from pass to pass, and how a job says
-that it ends. Pure.
+"""What is known about the jobs of a run, how it grows from pass to pass, and how a job
+says that it ends. Pure.
 
 A listing of the scheduler is a moment's view, Slurm forgets ended jobs within minutes,
 and a job's own exit record says nothing if it was killed before it could write. Memory
@@ -9,8 +9,8 @@ may or may not have succeeded.
 - A job exists unless its state is a known ended one; a word never seen before is no end.
 - A job is its name (role, slot) and its id; ids alone are reused after a controller
   crash.
-- Absence from a listing is an end only for a job old enough to be missed (`LISTING_LAG_S`).
-- Every end becomes news exactly once, and is kept while it can matter.
+- Absence from a listing is an end only for a job old enough to be missed
+(`LISTING_LAG_S`). - Every end becomes news exactly once, and is kept while it can matter.
 """
 
 import signal
@@ -306,8 +306,8 @@ def _cancelled_by_owner(job: Job, said: str, has_record: bool) -> bool:
 
 
 def _with_memory(row: Job, known: Job | None) -> Job:
-    """A listing's row, with what only memory knows of the job. (Slurm forgets the reason and
-    the node of a job that has ended.)"""
+    """A listing's row, with what only memory knows of the job. (Slurm forgets the reason
+    and the node of a job that has ended.)"""
     if known is None:
         return row
     reason = known.reason if row.ended and known.reason else row.reason
@@ -364,8 +364,8 @@ def end_of_error(error: Exception, role: str, has_notice: bool) -> End:
 def judge(
     code: int, error: str, closing: str, told: str, notice: str, fenced_by: int, is_own: bool
 ) -> End:
-    """The end of an attempt of a synchronous job, once its ranks have ended. An attempt that has
-    crashed need not be the end of the job.
+    """The end of an attempt of a synchronous job, once its ranks have ended. An attempt
+    that has crashed need not be the end of the job.
 
     `code` is as Popen or a shell writes it; `error`: the exception that they died of, if
     it is known; `closing`: why the run does not go on in this mode, as RunDir says;

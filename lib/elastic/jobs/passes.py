@@ -1,5 +1,5 @@
-"""Reconcile passes beside a job and at its end, between cron's: the same command, in a process
-of its own."""
+"""Reconcile passes beside a job and at its end, between cron's: the same command, in a
+process of its own."""
 
 import contextlib
 import subprocess

@@ -20,8 +20,8 @@ the run, unless another worker has been training all the while: then the fault i
 slot's, and it goes on backing off. A node is avoided while workers crash on it and work
 elsewhere, and those crashes do not count; it is avoided at once if a job itself says that
 the node is unfit, but that crash counts, as all nodes may be so. A master is one of a
-kind: it avoids a node where two crashed, and all its crashes count. A job in a broken hold
-is cancelled, and replaced with the same backing off.
+kind: it avoids a node where two crashed, and all its crashes count. A job in a broken
+hold is cancelled, and replaced with the same backing off.
 """
 
 import math
@@ -109,8 +109,8 @@ def plan(world: World, now: float) -> list[Action]:
 
 
 def bad_nodes(memory: Memory, now: float, role: str = WORKER) -> tuple[str, ...]:
-    """Nodes of which a job has lately said that nobody can train there, and those that are
-    blamed."""
+    """Nodes of which a job has lately said that nobody can train there, and those that
+    are blamed."""
     unfit = [node for end in reversed(memory.ended) for node in end.unfit
              if role != MASTER and now - end.at < RECENT_S]
     bad = dict.fromkeys([*unfit, *_blamed(memory, now, role)])
@@ -205,8 +205,8 @@ def _resize(world: World, now: float) -> Iterator[Action]:
 
 
 def _is_outdated(successor: Job, limits: tuple[int, int], now: float) -> bool:
-    """Does it ask for other GPUs than the run may have? One that waits for GPUs to grow may
-    wait, but not for those beyond a limit of the user's, which never come free."""
+    """Does it ask for other GPUs than the run may have? One that waits for GPUs to grow
+    may wait, but not for those beyond a limit of the user's, which never come free."""
     if not successor.asked or [*successor.asked] == [*limits]:
         return False
     is_beyond_limit = any(word in successor.reason for word in ("QOS", "Assoc"))  # Slurm's words
@@ -250,9 +250,9 @@ def _failing(memory: Memory, place: Place) -> str:
 
 
 def _shrink(workers: Sequence[Job], slots: int) -> Iterator[Action]:
-    """Cancel jobs queued for slots that no longer exist, then the highest slots of too many
-    jobs, queued ones first. A worker at work in a slot that no longer exists may stay as
-    long as there are not too many."""
+    """Cancel jobs queued for slots that no longer exist, then the highest slots of too
+    many jobs, queued ones first. A worker at work in a slot that no longer exists may
+    stay as long as there are not too many."""
     too_many = len(workers) - slots
     known = [job for job in workers if job.queued or job.started]
     for job in sorted(known, key=lambda job: (not job.queued, -job.slot)):
@@ -319,9 +319,9 @@ def _fill(world: World, chains: dict[Place, list[Ended]], now: float) -> Iterato
 
 
 def _may_be_followed(job: Job, now: float) -> bool:
-    """May a second job be in the queue for its place? Behind a trainer at work, or one that
-    is to leave, yes. Behind a master near its time limit, too: the next one then takes over
-    as soon as it starts, and no worker waits."""
+    """May a second job be in the queue for its place? Behind a trainer at work, or one
+    that is to leave, yes. Behind a master near its time limit, too: the next one then
+    takes over as soon as it starts, and no worker waits."""
     if job.role == TRAINER:
         return job.started or job.cancelled_at is not None
     if job.role != MASTER or not job.started or job.limit_at is None:

@@ -52,8 +52,8 @@ class Program:
         return is_same
 
     def restart(self, failed: End, doomed: str) -> End | None:
-        """None: the ranks start again. `doomed`: who has failed twice at its start, so that
-        the run fails, too; "": nobody."""
+        """None: the ranks start again. `doomed`: who has failed twice at its start, so
+        that the run fails, too; "": nobody."""
         if doomed:
             what = f"{doomed} failed twice at its start: {failed.reason}"
             self.run.mark_failed(what, failed.detail)
@@ -74,8 +74,8 @@ class Program:
         self.run.jobs.write_ending(self.job_id, record)
 
     def end(self, end: End, steps: int | None, **measured) -> int:
-        """Say how the job ended after `steps` (None: nobody knows), in an event and in its
-        last record; the exit code."""
+        """Say how the job ended after `steps` (None: nobody knows), in an event and in
+        its last record; the exit code."""
         known = {} if steps is None else {"steps": steps}
         self.event(EVENTS.get(end.outcome, "leave"), reason=end.reason, **known)
         return self.record_end(end, **known, **measured)
@@ -99,8 +99,8 @@ class Program:
                              and (not ranks or owner.removeprefix(mine) in ranks)))
 
     def closing(self, notice: Notice) -> str:
-        """Why the run does not go on in this job's mode, once the filesystem answers. Raises
-        TryAgain at a notice, and after a silence of SILENT_S."""
+        """Why the run does not go on in this job's mode, once the filesystem answers.
+        Raises TryAgain at a notice, and after a silence of SILENT_S."""
         mode = "sync" if self.role == TRAINER else "local"
         return patiently(self.run.closing, mode, hurry=notice.__bool__, for_s=SILENT_S)
 
@@ -125,9 +125,9 @@ def run_job(make: Callable, run: RunDir, notice: Notice) -> int:
 def start_rank(
     command: Sequence[str], extra: Mapping[str, str], folder: str | None, sharers: int, **options
 ) -> subprocess.Popen:
-    """Start one of the `sharers` processes that share the cores of this job (without Slurm:
-    of this machine). It is killed when this one dies; its stderr is a pipe. It prints its
-    stacks at a SIGABRT."""
+    """Start one of the `sharers` processes that share the cores of this job (without
+    Slurm: of this machine). It is killed when this one dies; its stderr is a pipe. It
+    prints its stacks at a SIGABRT."""
     given = {"PYTHONFAULTHANDLER": "1", **environment(), **_threads(sharers), **extra}
     files = {"stdin": subprocess.DEVNULL, "stdout": sys.stdout, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env=given, cwd=folder, preexec_fn=die_with_parent,
@@ -135,9 +135,9 @@ def start_rank(
 
 
 def _threads(sharers: int) -> dict[str, str]:
-    """An equal part of the cores. By default each process has a thread for every core, and
-    training took four times as long where two shared two cores: threads that wait do not
-    sleep, so they keep their cores from those that they wait for."""
+    """An equal part of the cores. By default each process has a thread for every core,
+    and training took four times as long where two shared two cores: threads that wait do
+    not sleep, so they keep their cores from those that they wait for."""
     part = max(1, cores() // sharers)
     said = env("OMP_NUM_THREADS", str(part))  # the user knows better
     return {"OMP_NUM_THREADS": said} if part < len(os.sched_getaffinity(0)) else {}

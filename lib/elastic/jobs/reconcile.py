@@ -38,8 +38,8 @@ from elastic.jobs.sched import JobSpec, Refused, RetryLater
 from elastic.run.records import Outcome, restored
 from elastic.run.rundir import Control, RunDir, check_answers, check_name
 
-# A submission may turn up this long after its pass was killed (more than LISTING_LAG_S), or
-# after its answer was lost: the controller may hang for minutes.
+# A submission may turn up this long after its pass was killed (more than LISTING_LAG_S),
+# or after its answer was lost: the controller may hang for minutes.
 DYING_S, UNSURE_S = 60.0, 600.0
 # A job that is COMPLETING keeps its place this long after its last word, because one more
 # job could exceed a site's limit of submitted jobs.
@@ -203,8 +203,8 @@ class _Pass:
         self.memory = remembered(run, now)
 
     def _growth(self) -> int:
-        """The GPUs for which the trainer is to be started anew; 0: there are none, or it is
-        not the time to ask."""
+        """The GPUs for which the trainer is to be started anew; 0: there are none, or it
+        is not the time to ask."""
         trainer, sync = _trainer_at_work(self.memory), self.config.sync
         if trainer is None or not self._may_grow(trainer):
             return 0
@@ -289,8 +289,8 @@ class _Pass:
     # ---- the verbs
 
     def _submit(self, action: Action) -> bool:
-        """False if nothing more is to be submitted now. A pass that dies in the middle of it
-        leaves a note that this job may be there."""
+        """False if nothing more is to be submitted now. A pass that dies in the middle of
+        it leaves a note that this job may be there."""
         before, place = self.memory, (action.role, action.slot)
         self._note_unsure(place, DYING_S)
         self.save()
@@ -417,9 +417,9 @@ class _Pass:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the plan for a run follows from. `before` is the memory that the pass before
-    left; `jobs` may be a listing of `within_s` ago; `ending` gives the exit record of a
-    job."""
+    """All that the plan for a run follows from. `before` is the memory that the pass
+    before left; `jobs` may be a listing of `within_s` ago; `ending` gives the exit record
+    of a job."""
 
     run: str
     config: Config
@@ -458,9 +458,9 @@ def learned(facts: Facts, now: float) -> tuple[Memory, list[Ended]]:
 
 
 def _capped(facts: Facts, memory: Memory, now: float) -> Memory:
-    """With fewer GPUs to ask for, where a limit holds back the only trainer: three quarters,
-    but no fewer than the last one had. Of a range of nodes Slurm takes all that are idle,
-    and then finds that these are too many."""
+    """With fewer GPUs to ask for, where a limit holds back the only trainer: three
+    quarters, but no fewer than the last one had. Of a range of nodes Slurm takes all that
+    are idle, and then finds that these are too many."""
     memory = replace(memory, cap_gpus=memory.cap_gpus if now < memory.cap_until else 0)
     job, *others = [job for job in memory.jobs if job.role == TRAINER] or [None]
     is_waiting = job and job.queued and job.asked and not (others or job.leaving(now))
@@ -481,8 +481,8 @@ def limits_of_gpus(control: Control, memory: Memory) -> tuple[int, int]:
 
 
 def world_of(facts: Facts, memory: Memory, growth: int = 0) -> World:
-    """What is planned by, with the `learned` memory; sync mode: and with the GPUs for which
-    a restart pays."""
+    """What is planned by, with the `learned` memory; sync mode: and with the GPUs for
+    which a restart pays."""
     config, control = facts.config, facts.control
     if memory.later_host not in ("", node_name()):  # where jobs may not be submitted
         memory = replace(memory, later_until=0.0)
@@ -513,9 +513,9 @@ def _trainer_at_work(memory: Memory) -> Job | None:
 
 
 def _with_last_word(job: Job, facts: Facts, now: float) -> Job:
-    """The job, with the outcome that it has written itself, where that counts although the
-    scheduler still lists it. A job that has been COMPLETING for too long (its epilog hangs,
-    or a process cannot be killed) counts as ended."""
+    """The job, with the outcome that it has written itself, where that counts although
+    the scheduler still lists it. A job that has been COMPLETING for too long (its epilog
+    hangs, or a process cannot be killed) counts as ended."""
     record = {} if job.queued else facts.ending(job.job_id) or {}
     over = history.said_at_end(job, record)
     gone_at = record["time"] + EPILOG_S if over else (job.ended_at or now) + WORDLESS_S

@@ -9,13 +9,13 @@
     spare_gpus(spec, most)  how many more GPUs a job like this would likely have if it started
                             anew now
 
-All raise TryAgain if the scheduler does not say. `SlurmScheduler` and `LocalScheduler` have
-these verbs; nobody else knows how jobs come to be. A job is identified by its name
-(`job_name`: run, role, slot), which its comment repeats for where a site has changed that,
-together with its id and its submit time, because ids are reused after a controller crash
-and a submission can succeed while its client sees an error.
-States are Slurm's words; a word that is not in `ENDED_STATES`, one never seen before
-included, is a job that still exists.
+All raise TryAgain if the scheduler does not say. `SlurmScheduler` and `LocalScheduler`
+have these verbs; nobody else knows how jobs come to be. A job is identified by its name
+(`job_name`: run, role, slot), which its comment repeats for where a site has changed
+that, together with its id and its submit time, because ids are reused after a controller
+crash and a submission can succeed while its client sees an error. States are Slurm's
+words; a word that is not in `ENDED_STATES`, one never seen before included, is a job that
+still exists.
 
 `jobs` answers completely or raises `TryAgain`: a partial answer is no answer.
 """
@@ -52,8 +52,8 @@ class RetryLater(ElasticError):
 
 
 class Elsewhere(TryAgain):
-    """The run's jobs are on another cluster or machine, which shares this home: a pass there
-    takes care of them."""
+    """The run's jobs are on another cluster or machine, which shares this home: a pass
+    there takes care of them."""
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,8 @@ class LocalScheduler:
         return job_id
 
     def cancel(self, job_id: str, kill: bool = False) -> None:
-        """A pending job never starts. A running one gets a notice, and is killed after its
-        grace."""
+        """A pending job never starts. A running one gets a notice, and is killed after
+        its grace."""
         try:
             if self._record(job_id) and create_once(self._path(job_id, "claim"), NEVER):
                 create_once(self._path(job_id, "cause"), b"CANCELLED")
@@ -105,8 +105,8 @@ class LocalScheduler:
         self._send_away(job_id, b"PREEMPTED", self.grace_s if grace_s is None else grace_s)
 
     def kill(self, job_id: str) -> None:
-        """End all processes of a running job without notice, as a lost node does; but this
-        one."""
+        """End all processes of a running job without notice, as a lost node does; but
+        this one."""
         leader = self._leader(job_id)
         first = {leader.pid} if leader else set()  # it shows no mark in the middle of an exec
         proc.kill_all(lambda: (first | proc.families(MARK, self.state)[job_id]) - {os.getpid()})
@@ -153,8 +153,8 @@ class LocalScheduler:
                        node=os.uname().nodename)
 
     def _check_host(self) -> None:
-        """Raise Elsewhere if jobs here are another machine's (several may share a home): they
-        would seem to have ended, or be started again."""
+        """Raise Elsewhere if jobs here are another machine's (several may share a home):
+        they would seem to have ended, or be started again."""
         for job_id in self._ids():
             is_swept = self._path(job_id, "swept").exists()
             host = "" if is_swept else self._record(job_id).get("host", "")
@@ -231,8 +231,8 @@ class LocalScheduler:
     # ---- ending
 
     def _send_away(self, job_id: str, cause: bytes, grace_s: float) -> None:
-        """Send a notice to a running job's process group. A process of its own kills the job
-        after the grace, even if this one is gone by then."""
+        """Send a notice to a running job's process group. A process of its own kills the
+        job after the grace, even if this one is gone by then."""
         if not (leader := self._leader(job_id)):
             return
         try:
@@ -270,8 +270,8 @@ class LocalScheduler:
 
 
 def _read(path: Path) -> str:
-    """What a file says; "" if it is not there. Raises TryAgain if it cannot be read now: a
-    job at work must not be taken for one without a claim."""
+    """What a file says; "" if it is not there. Raises TryAgain if it cannot be read now:
+    a job at work must not be taken for one without a claim."""
     with contextlib.suppress(FileNotFoundError):
         return durable.insist(path.read_text)
     return ""
@@ -286,8 +286,8 @@ def detached(command: Sequence[str], environment=None, output=None, folder: str 
 
 
 def _least_used(in_use: Sequence[str], count: int, visible: str | None) -> list[str]:
-    """`count` GPUs of this machine, or of those `visible` to the user: those with the fewest
-    jobs. Fewer, or none, if there are no more."""
+    """`count` GPUs of this machine, or of those `visible` to the user: those with the
+    fewest jobs. Fewer, or none, if there are no more."""
     here = map(str, range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
     mine = here if visible is None else filter(None, visible.replace(" ", "").split(","))
     return sorted(mine, key=in_use.count)[:count]

@@ -47,8 +47,8 @@ _FIELD, _RECORD = "\x1f", "\x1e"
 _COLUMNS = ("%i", "%T", "%V", "%S", "%e", "%N", "%r", "%B", "%k", "%j")
 _FORMAT = f"--format={_FIELD.join(_COLUMNS)}{_RECORD}"
 _SQUEUE = ("squeue", "--me", "--states=all", "--noheader", _FORMAT)
-# Hidden partitions and the jobs in them, too; times in seconds since the epoch: a local time
-# may come twice.
+# Hidden partitions and the jobs in them, too; times in seconds since the epoch: a local
+# time may come twice.
 _ASKED = {"squeue": {"SQUEUE_ALL": "1", "SLURM_TIME_FORMAT": "%s"}, "sinfo": {"SINFO_ALL": "1"},
           "scontrol": {"SCONTROL_ALL": "1", "SLURM_TIME_FORMAT": "%s"}}
 
@@ -107,8 +107,8 @@ class SlurmScheduler:
 
     def cancel(self, job_id: str, kill: bool = False) -> None:
         self._forget()
-        # Without --batch or --full only the steps get the signal: shell and srun must live
-        # to report.
+        # Without --batch or --full only the steps get the signal: shell and srun must
+        # live to report.
         ways = [()] if kill else [("--state=PENDING",), ("--state=RUNNING", "--signal=TERM")]
         for options in ways:
             answer = slurm_command(("scancel", *options, job_id), environment=self._environment)
@@ -151,8 +151,8 @@ class SlurmScheduler:
         go.
         """
         slurm, wanted = spec.config.slurm, spec.config.slurm.gpus_per_node
-        # We do not ask which nodes a reservation holds, nor in which of several partitions
-        # the job is (it cannot have nodes of two).
+        # We do not ask which nodes a reservation holds, nor in which of several
+        # partitions the job is (it cannot have nodes of two).
         is_unclear = "," in slurm.partition or _given(slurm, "reserv|nodel|nodef", "wF")
         if is_unclear or self._others_wait(slurm.partition):
             return 0
@@ -196,8 +196,8 @@ def signal_steps(job_id: str, name: str = "TERM") -> bool:
 
 
 def end_steps(job_id: str) -> None:
-    """Kill the tasks of this job's steps, and wait a short time for their end. (A step on a
-    node that is gone ends only when Slurm has noticed.)"""
+    """Kill the tasks of this job's steps, and wait a short time for their end. (A step on
+    a node that is gone ends only when Slurm has noticed.)"""
     argv = ("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i")
     until = time.monotonic() + STEPS_END_S
     while time.monotonic() < until:
@@ -235,8 +235,8 @@ def cores_per_node() -> int:
 
 
 def answering(nodes: Sequence[str]) -> list[str]:
-    """Those of this job's nodes that can start a step now. (Slurm itself may take minutes to
-    see that a node is gone.) TryAgain if this node, which works, can start none."""
+    """Those of this job's nodes that can start a step now. (Slurm itself may take minutes
+    to see that a node is gone.) TryAgain if this node, which works, can start none."""
     asked = [*dict.fromkeys([node_name(), *nodes])]
     argv = [*_SRUN, "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none"]
     quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -318,8 +318,8 @@ def _given(slurm, long: str, short: str) -> list[str]:
 
 
 def _has_features(node: Node, slurm) -> bool:
-    """Has the node what the workers' --constraint wants? Slurm reads it from left to right,
-    & and | alike. For one with brackets or counts the answer is no."""
+    """Has the node what the workers' --constraint wants? Slurm reads it from left to
+    right, & and | alike. For one with brackets or counts the answer is no."""
     has, names, given = True, node.features.split(","), _given(slurm, "cons", "C")
     for sign, name in re.findall(r"([&,|]?)([^&,|]+)", "".join(given[-1:])):
         has = (has or name in names) if sign == "|" else (has and name in names)
@@ -430,8 +430,8 @@ def parse_squeue(text: str) -> list[Job]:
     jobs = []
     for record in records:
         fields = record.removeprefix("\n").split(_FIELD)
-        # More fields: a job that is not ours has a separator in its name. No id at the start:
-        # a site's own squeue says more.
+        # More fields: a job that is not ours has a separator in its name. No id at the
+        # start: a site's own squeue says more.
         if len(fields) < len(_COLUMNS) or not re.fullmatch(r"\d\S*", fields[0]):
             raise _unread("squeue", record)
         job_id, state, submitted, started, ended, node, reason, host, *names = fields
@@ -469,8 +469,8 @@ def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> 
 
 
 def refusal(code: int, stderr: str) -> ElasticError:
-    """What sbatch's failure means. Words that are not known (a site's own plugin's, say) are
-    a refusal."""
+    """What sbatch's failure means. Words that are not known (a site's own plugin's, say)
+    are a refusal."""
     said = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines()]
     what = f"sbatch: {'; '.join(line for line in said if line) or f'exit status {code}'}"
     if code == 0:
@@ -505,25 +505,25 @@ def _memory(per_gpu: str, gpus: int) -> str:
 
 
 def _job_python(spec: JobSpec) -> str:
-    """The Python that the user chose, also when cron submits. "": the run was submitted with
-    another version, which chooses its own."""
+    """The Python that the user chose, also when cron submits. "": the run was submitted
+    with another version, which chooses its own."""
     if chosen := spec.environment.get("ELASTIC_PYTHON") or env("ELASTIC_PYTHON"):
         return chosen
     return sys.executable if spec.home == elastic_home() else ""
 
 
 def _takes_size_lists(spec: JobSpec) -> bool:
-    """Does this sbatch take `--nodes=1,2,4` (since 23.02)? If not, the launcher gives back
-    what is over."""
+    """Does this sbatch take `--nodes=1,2,4` (since 23.02)? If not, the launcher gives
+    back what is over."""
     answer = slurm_command(("sbatch", "--version"), environment=spec.environment)
     versions = re.findall(r"(?m)^slurm\S* (\d+)\.(\d+)", answer.stdout)
     return any((int(year), int(month)) >= (23, 2) for year, month in versions)
 
 
 def _size(spec: JobSpec, lists: bool) -> list[str]:
-    """A range of nodes for a trainer, of which Slurm takes what is free at every start. (With
-    a number of tasks it would take the fewest, so the layout is left to srun, inside the
-    job.) A job that loses a node goes on with the others."""
+    """A range of nodes for a trainer, of which Slurm takes what is free at every start.
+    (With a number of tasks it would take the fewest, so the layout is left to srun,
+    inside the job.) A job that loses a node goes on with the others."""
     if spec.role != TRAINER:
         return ["--nodes=1", "--ntasks=1"]
     per_node, sizes = spec.config.slurm.gpus_per_node, spec.config.sync.sizes

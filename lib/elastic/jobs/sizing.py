@@ -19,7 +19,7 @@ def fit(counts: Sequence[int], available: int) -> int:
 
 
 def pays(gpus: int, more: int, restart_s: float, horizon_s: float) -> bool:
-    """Is it worth a restart of `restart_s` to train on `more` GPUs instead of `gpus`, if that
-    is likely to last for `horizon_s`?"""
+    """Is it worth a restart of `restart_s` to train on `more` GPUs instead of `gpus`, if
+    that is likely to last for `horizon_s`?"""
     gain = more / gpus
     return horizon_s * (gain - 1) > WORTH * restart_s * gain

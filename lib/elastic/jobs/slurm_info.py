@@ -64,9 +64,9 @@ def end_time(job_text: str) -> float | None:
 
 
 def notice_s(partition: str) -> float | None:
-    """Seconds from TERM to KILL at a preemption in `partition`: GraceTime (after which Slurm
-    sends TERM again) and KillWait. With preempt/qos the QOS has the GraceTime, so only
-    KillWait is sure."""
+    """Seconds from TERM to KILL at a preemption in `partition`: GraceTime (after which
+    Slurm sends TERM again) and KillWait. With preempt/qos the QOS has the GraceTime, so
+    only KillWait is sure."""
     grace = re.search(r"\bGraceTime=(\d+)", _ask("partition", partition))
     settings = _ask("config")
     if not grace:

@@ -1,5 +1,5 @@
-"""What Slurm's words mean: host lists (which scontrol cannot expand without a slurm.conf),
-nodes, and GPUs in a Gres or a limit. Pure.
+"""What Slurm's words mean: host lists (which scontrol cannot expand without a
+slurm.conf), nodes, and GPUs in a Gres or a limit. Pure.
 """
 
 import itertools

@@ -145,8 +145,8 @@ class Chaos:
         return []
 
     def _is(self, slot: Slot, job_ids: set[str]) -> bool:
-        """Is the slot's job one of this run, and its process, if it is on this machine, too?
-        Leases are not believed."""
+        """Is the slot's job one of this run, and its process, if it is on this machine,
+        too? Leases are not believed."""
         names = {"RUN_DIR": self.run.path, "SLOT": slot.slot, "ATTEMPT": slot.attempt}
         own = {f"ELASTIC_{name}={value}" for name, value in names.items()}
         around = read(f"/proc/{slot.pid}/environ").split("\0") if self.is_here else own
@@ -178,8 +178,8 @@ class Chaos:
     def inject(self, kind: str, until: float = inf) -> Fault:
         """Do a fault of this kind as soon as a worker trains.
 
-        Raises ElasticError if that turns out to be impossible, or if no worker trains before
-        the time `until`.
+        Raises ElasticError if that turns out to be impossible, or if no worker trains
+        before the time `until`.
         """
         while not (victims := self.training()):
             time.sleep(LOOK_S)
@@ -257,8 +257,8 @@ class Chaos:
         return [(fault, cost_of(fault, commits)) for fault in self.done]
 
     def report(self, began: float, before_s: float = 0.0) -> dict:
-        """What the faults cost since the time `began`, compared with the `before_s` seconds
-        before."""
+        """What the faults cost since the time `began`, compared with the `before_s`
+        seconds before."""
         work = goodput.work_in(self.run.commits.all(), self.run.lines("metrics.jsonl"))
         costs = self.costs()
         end = min(time.time(), (self.run.done() or {}).get("time", inf))
@@ -287,8 +287,8 @@ Say = Callable[[str], object]
 
 def harm(run: RunDir, every_s: float, for_s: float, before_s: float, seed: int, kinds: str,
          say: Say) -> dict:
-    """Look on for `before_s`, then do faults to the run for `for_s`, one every `every_s` on
-    average, and say each. Returns the report. UsageError: there is nobody to hit."""
+    """Look on for `before_s`, then do faults to the run for `for_s`, one every `every_s`
+    on average, and say each. Returns the report. UsageError: there is nobody to hit."""
     if not every_s:
         raise UsageError("--every 0: faults need time between them", "give --every 10s")
     if over := run.closing():

@@ -28,8 +28,8 @@ from elastic.people.evaluation import of_version
 from elastic.run import wording
 from elastic.run.rundir import RunDir
 
-# Deltas may be refused by these rules because a machine is slow, or a worker was killed, or
-# the master with its Redis.
+# Deltas may be refused by these rules because a machine is slow, or a worker was killed,
+# or the master with its Redis.
 EXPLAINED = (Rule.STALE, Rule.FENCED, Rule.SAMPLES, Rule.DUPLICATE, Rule.UNREADABLE)
 LEARNED = 0.58  # of the loss of version 0: less than what the frequencies of the bytes give
 LONGEST_S = 600.0

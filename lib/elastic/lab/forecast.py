@@ -62,15 +62,15 @@ def _by_size(config, model: estimate.Model) -> dict[str, float]:
 
 
 def ways_of(nodes: Nodes, end: float, config, costs: Costs) -> list[Way]:
-    """What plain --requeue (in its best size from min to max), sync mode and local mode make
-    of a trace until `end`. Takes seconds."""
+    """What plain --requeue (in its best size from min to max), sync mode and local mode
+    make of a trace until `end`. Takes seconds."""
     limits = config.elastic.min, config.elastic.max
     per_node = min(config.slurm.gpus_per_node, limits[1])
     offered_s = sum(s * min(gpus, limits[1]) for gpus, s in nodes.spans(end))
 
     def way(mode: str, play, least: int, most: int, inner_steps: int = 0) -> Way:
-        """`goodput` is a share of the GPU time that the run had, `kept` of all GPU time that
-        there was."""
+        """`goodput` is a share of the GPU time that the run had, `kept` of all GPU time
+        that there was."""
         parts = play.play(end)
         closed_s = max(parts["allocated"] - parts["open"], 1e-9)
         return {"mode": mode, "gpus": [least, most], "inner_steps": inner_steps,

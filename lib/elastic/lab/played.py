@@ -1,15 +1,15 @@
-"""A trace of preemptions played to a run: as one job, requeued or resized by itself, and in
-local mode. Pure.
+"""A trace of preemptions played to a run: as one job, requeued or resized by itself, and
+in local mode. Pure.
 
 One job after the other starts when it fits, and ends when one of its nodes is taken.
 Its steps and checkpoints are laid out by arithmetic. A position in its training is
 counted in GPU-seconds: a job of another size goes on from it at its own speed.
 
 In local mode first the jobs are played, then the rounds. The trace says when a node goes,
-so a job's notice is known when it starts. Rounds follow one another: what a worker does in
-one is laid out by arithmetic, and the master decides whenever something has come. All
-workers are equally fast, so a round is due when a worker that was there at its opening has
-done all steps. See forecast.py for what is played and what is not.
+so a job's notice is known when it starts. Rounds follow one another: what a worker does
+in one is laid out by arithmetic, and the master decides whenever something has come. All
+workers are equally fast, so a round is due when a worker that was there at its opening
+has done all steps. See forecast.py for what is played and what is not.
 """
 
 from bisect import bisect_right
@@ -136,8 +136,8 @@ class Requeue:
         return there[: sizing.fit(self.counts, len(there))]
 
     def _start(self, free: float) -> float:
-        """When a job starts that may start from `free` on: once it fits, and still fits after
-        its time in the queue. inf: never."""
+        """When a job starts that may start from `free` on: once it fits, and still fits
+        after its time in the queue. inf: never."""
         later = (moment for moment in self.nodes.moments if moment > free)
         starts = (time + self.costs.queue_s for time in (free, *later) if self._fit(time))
         return next(filter(self._fit, starts), inf)
@@ -148,9 +148,9 @@ class Requeue:
         return self.costs.step_s * self.config.elastic.max / gpus
 
     def _leave(self, _start: float, _gpus: int, taken: float) -> tuple[float, float, float, bool]:
-        """The times at which a job gets its notice, stops training, and is gone; and whether it
-        saves at its end. This one trains until it is killed: a script that leaves within the
-        notice has ended, for Slurm, and is not requeued."""
+        """The times at which a job gets its notice, stops training, and is gone; and
+        whether it saves at its end. This one trains until it is killed: a script that
+        leaves within the notice has ended, for Slurm, and is not requeued."""
         end = taken + self.costs.notice_s
         return taken, end, end, False
 
@@ -257,8 +257,8 @@ class Local:
     # ---- jobs
 
     def _workers(self, until: float) -> Iterator[Worker]:
-        """All workers of the run: passes submit jobs, and free nodes are given to jobs that
-        wait."""
+        """All workers of the run: passes submit jobs, and free nodes are given to jobs
+        that wait."""
         costs, nodes = self.costs, self.nodes
         now, next_pass, count, alive, queued = 0.0, 0.0, 0, [], []
         while now < until:
@@ -334,8 +334,8 @@ class Local:
     def _turn(
         self, worker: Worker, steps: int, opened: float, due: float, called: float
     ) -> tuple[Work, float]:
-        """What a worker does of a round's steps, and when it has answered; inf: its delta is
-        lost."""
+        """What a worker does of a round's steps, and when it has answered; inf: its delta
+        is lost."""
         costs, began = self.costs, max(worker.free, opened)
         steps = min(steps, round((due - costs.deliver_s - began) / costs.step_s))
         told = (min(worker.notice, called) - began) / costs.step_s

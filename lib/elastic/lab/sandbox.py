@@ -2,8 +2,8 @@
 tests.
 
 A sandbox is a folder (configuration, key, spool, logs) and its daemons, which know all
-that they have started. So `down` leaves nothing, and `kill-node` kills what a lost machine
-would.
+that they have started. So `down` leaves nothing, and `kill-node` kills what a lost
+machine would.
 
 Every daemon has a keeper as its parent: a tiny process that is the subreaper of all below
 it, so that whatever loses its parent (a stepd, the orphans of a killed job, a daemon that
@@ -84,9 +84,9 @@ class Daemons:
         self.path = path
 
     def members(self, name: str = "") -> set[int]:
-        """The processes of this sandbox, or of one daemon in it: jobs and orphans too, but
-        not this process and its ancestors. (They are among them in a job of the sandbox,
-        srun --pty say: to kill them would end this process halfway.)"""
+        """The processes of this sandbox, or of one daemon in it: jobs and orphans too,
+        but not this process and its ancestors. (They are among them in a job of the
+        sandbox, srun --pty say: to kill them would end this process halfway.)"""
         family = self.family(name)
         mine = proc.Process.of(os.getpid())
         while mine:
@@ -95,8 +95,8 @@ class Daemons:
         return family
 
     def family(self, name: str = "") -> set[int]:
-        """The same, with this process and its ancestors. (In a SuspendProgram the controller
-        is one of these.)"""
+        """The same, with this process and its ancestors. (In a SuspendProgram the
+        controller is one of these.)"""
         families = proc.families(_MEMBER, self.path)
         return families[name] if name else set().union(*families.values())
 
@@ -124,8 +124,8 @@ class Daemons:
         """ElasticError when it takes too long or when the daemon `name` ends before."""
         deadline, unseen = time.monotonic() + START_TIMEOUT_S, 0
         while not condition():
-            # Look more than once: in the middle of an exec a process has no environment, and
-            # is not seen.
+            # Look more than once: in the middle of an exec a process has no environment,
+            # and is not seen.
             unseen = 0 if self.members(name) else unseen + 1
             if time.monotonic() > deadline or unseen > 3:
                 logs = self._last_words()
@@ -216,8 +216,8 @@ class Sandbox:
             raise
 
     def down(self) -> None:
-        """Kill all its processes, jobs included, and remove its folder if it is there, the mark
-        last. UsageError if the folder has none."""
+        """Kill all its processes, jobs included, and remove its folder if it is there,
+        the mark last. UsageError if the folder has none."""
         proc.kill_all(self.daemons.members)
         if not self._exists():
             return
@@ -274,8 +274,8 @@ class Sandbox:
         self.daemons.wait(lambda: self._are_idle(shape.names), "all nodes to be idle", "slurmctld")
 
     def _are_idle(self, names: Sequence[str]) -> bool:
-        """Are exactly these nodes idle? False also if slurmctld cannot say yet: it listens
-        before its plugins are loaded."""
+        """Are exactly these nodes idle? False also if slurmctld cannot say yet: it
+        listens before its plugins are loaded."""
         with contextlib.suppress(ElasticError):
             return self.idle_nodes() == set(names)
         return False
@@ -297,8 +297,8 @@ class Sandbox:
 
 
 def _cgroup_plugin(slurmctld: str) -> str:
-    """The plugin that needs no cgroups. (slurmd always loads one, and cgroup/v2 would want
-    systemd to delegate it a subtree.)"""
+    """The plugin that needs no cgroups. (slurmd always loads one, and cgroup/v2 would
+    want systemd to delegate it a subtree.)"""
     answer = subprocess.run([slurmctld, "-V"], capture_output=True, text=True).stdout
     version = [int(part) for part in re.findall(r"\d+", answer)[:2]]
     return "disabled" if version >= [24, 5] else "cgroup/v1"
@@ -361,6 +361,6 @@ def programs(packages: Mapping[str, str] = PACKAGES) -> dict[str, str]:
 
 
 def default_folder() -> Path:
-    """The folder of all sandboxes. A login shell, a job and cron have to find the same one,
-    so TMPDIR and XDG_RUNTIME_DIR do not count."""
+    """The folder of all sandboxes. A login shell, a job and cron have to find the same
+    one, so TMPDIR and XDG_RUNTIME_DIR do not count."""
     return Path(f"/tmp/elastic-sandbox-{os.getuid()}")

@@ -1,5 +1,5 @@
-"""What `elastic plan` does: read a trace of preemptions, and say what each way to train would
-make of it.
+"""What `elastic plan` does: read a trace of preemptions, and say what each way to train
+would make of it.
 
 A trace file has lines `milliseconds,add|remove,node`.
 """
@@ -19,8 +19,8 @@ LINE = "a line is MILLISECONDS,add|remove,NODE"
 
 def advise(path: Path, overrides: Sequence[str], trace: Path,
            say: Callable[[str], object]) -> dict:
-    """The forecast of a run for a trace; `say` is told what is not known. UsageError if the
-    time of a step is not known."""
+    """The forecast of a run for a trace; `say` is told what is not known. UsageError if
+    the time of a step is not known."""
     overrides = ("slurm.partition=any", *overrides)  # nothing is submitted
     config = load(path, overrides)
     changes, end = read(trace, max(config.slurm.gpus_per_worker, config.slurm.gpus_per_node))

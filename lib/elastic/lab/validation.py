@@ -6,9 +6,9 @@
     verdict    paired by seed: the mean difference of the final validation loss, and the one-sided
                95 % bound of it (Student's t), against the margin that one is ready to pay
 
-The runs are ordinary ones, one after the other, in their own folder, on whatever scheduler
-CONFIG names. Started again, it goes on: a run that is done is not done again, one that was
-stopped or has failed tries again. What it costs: arms x seeds whole runs.
+The runs are ordinary ones, one after the other, in their own folder, on whatever
+scheduler CONFIG names. Started again, it goes on: a run that is done is not done again,
+one that was stopped or has failed tries again. What it costs: arms x seeds whole runs.
 """
 
 import time

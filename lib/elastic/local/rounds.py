@@ -39,8 +39,8 @@ DOUBLES_ROUNDS = 40  # in which K doubles in the cold start of a long run
 FEW_STEPS, EARLY_MOMENTUM, MOST_MOMENTUM = 20, 0.5, 0.8
 SHORTENS = 0.4  # how much less the outer learning rate is for each 1 of outer momentum
 MEMORY_ROUNDS = 20  # horizon of the running means
-# The mean learning rate per step is believed up to this many times the usual one. A worker
-# that joins has a lower rate (its ramp), never one so much higher.
+# The mean learning rate per step is believed up to this many times the usual one. A
+# worker that joins has a lower rate (its ramp), never one so much higher.
 MOST_RATE = 4.0
 CANARY_SAMPLES = 128  # the fewest of a round whose mean loss says anything
 CANARY_SIGMAS = 6.0  # of the loss's change from round to round: no chance explains more
@@ -127,9 +127,9 @@ def blend(mean: float, value: float) -> float:
 
 def clips(moves: Sequence[Delta], clip_norm: float, reach: Reach) -> list[float]:
     """The factor that shortens each delta to `clip_norm` times the norm that is expected
-    of its steps; 1 if it is not longer. What is expected is known from three or more whole
-    deltas of this round, else from three or more rounds before it. If three agree, a
-    learning rate more than MOST_RATE times theirs is not believed. `clip_norm` 0 never
+    of its steps; 1 if it is not longer. What is expected is known from three or more
+    whole deltas of this round, else from three or more rounds before it. If three agree,
+    a learning rate more than MOST_RATE times theirs is not believed. `clip_norm` 0 never
     clips."""
     known = whole(moves)
     now = _reach(known) if len(known) >= 3 else Reach()
@@ -153,8 +153,8 @@ def round_loss(headers: Sequence, version: int) -> float:
 
 
 def canary(loss: float, running: Running, most_rise: float) -> str:
-    """Why the version that a whole round has been trained on is to be reverted, or "": the
-    round's loss has risen by more than `most_rise`, and by more than chance explains.
+    """Why the version that a whole round has been trained on is to be reverted, or "":
+    the round's loss has risen by more than `most_rise`, and by more than chance explains.
     """
     if not most_rise or running.rounds < KNOWN_ROUNDS or not (loss and running.loss):
         return ""
@@ -174,8 +174,8 @@ class Verdict(Enum):
 
 
 class Rule(StrEnum):
-    """The rule that a delta breaks which is not merged. It is the first word of the reason
-    that people read."""
+    """The rule that a delta breaks which is not merged. It is the first word of the
+    reason that people read."""
 
     OTHER_RUN = "other-run"
     DUPLICATE = "duplicate"
@@ -214,8 +214,8 @@ class Facts:
     codec: str
     fragment_bytes: tuple[int, ...]  # what a delta's fragments take in that codec
     max_staleness: int
-    # Slot -> newest attempt that ever claimed it: the server's own table, which grows while
-    # the round is open.
+    # Slot -> newest attempt that ever claimed it: the server's own table, which grows
+    # while the round is open.
     attempts: Mapping[int, int]
     reverted: frozenset[int] = frozenset()  # versions that the canary found bad
     most_steps: float = math.inf  # of a round
@@ -233,8 +233,8 @@ def credited(header: Header, tokens_per_sample: float) -> Header:
 def judge(header: Header, facts: Facts, judged: Collection[Key], refused: str) -> Judgement:
     """Accept, pass or reject a delta by its header alone.
 
-    `judged`: the keys of those that were accepted before. `refused`: why the ledger refuses
-    the header's samples, or "".
+    `judged`: the keys of those that were accepted before. `refused`: why the ledger
+    refuses the header's samples, or "".
     """
     slot, attempt, steps = header.slot, header.attempt, header.steps
     claimed = facts.attempts.get(slot, 0)
@@ -294,9 +294,9 @@ def inner_steps(commit: Commit, settings) -> int:
     """K of the round on top of `commit`: few steps after a cold start, when workers drift
     apart fast.
 
-    With c = cold_start, K grows in proportion to the tokens until it is whole at a share of
-    c / ln K of all tokens: from K = 1 on that takes c times as many rounds as the whole run
-    would take with K. In a run of many rounds 2^(v/40) grows faster.
+    With c = cold_start, K grows in proportion to the tokens until it is whole at a share
+    of c / ln K of all tokens: from K = 1 on that takes c times as many rounds as the
+    whole run would take with K. In a run of many rounds 2^(v/40) grows faster.
     """
     most, more = settings.inner_steps, settings.cold_start
     if not more:
@@ -336,12 +336,12 @@ def pace_s(delta: Header, took_s: float, inner_steps: int) -> float:
 
 def due_s(paces_s: list[float], inner_steps: int, settings) -> float:
     """How long after its opening a round is due: when the fastest quarter of the workers
-    have done all their steps. `paces_s`: of the live workers whose pace is known; if there
-    are none, inf.
+    have done all their steps. `paces_s`: of the live workers whose pace is known; if
+    there are none, inf.
 
-    A worker that is slower, or came later, stops then with fewer steps, so that all finish
-    together (as in DyLU, arXiv 2401.09135, but with a quantile: one odd worker of many sets
-    no pace).
+    A worker that is slower, or came later, stops then with fewer steps, so that all
+    finish together (as in DyLU, arXiv 2401.09135, but with a quantile: one odd worker of
+    many sets no pace).
     """
     if not paces_s:
         return math.inf
@@ -357,9 +357,9 @@ def is_due(left_s: float, steps: int, trained_s: float) -> bool:
 
 
 def deadline_s(due_s: float, settings) -> float:
-    """How long after its opening a round that is due after `due_s` waits for late workers.
-    Those that know when it is due stop then, whatever their pace, and so differ by no more
-    than a step and a delivery."""
+    """How long after its opening a round that is due after `due_s` waits for late
+    workers. Those that know when it is due stop then, whatever their pace, and so differ
+    by no more than a step and a delivery."""
     return due_s * (1 + settings.deadline_k / 20)
 
 

@@ -1,7 +1,7 @@
 """The changes that Redis checks and makes in one step, as Lua. Pure.
 
-The master loads them into a server (`MasterStore.load_scripts`); a worker may not load any,
-and calls them by their hashes.
+The master loads them into a server (`MasterStore.load_scripts`); a worker may not load
+any, and calls them by their hashes.
 """
 
 NOW = """
@@ -46,8 +46,8 @@ redis.call('PUBLISH', ARGV[4], 'offer ' .. ARGV[1])
 return 1
 """
 
-# Be the master with this epoch, unless a higher one is; every later change of the master's
-# hash is made by this, too. The proof is a SET: it replaces a key of any type.
+# Be the master with this epoch, unless a higher one is; every later change of the
+# master's hash is made by this, too. The proof is a SET: it replaces a key of any type.
 MASTER = f"""{NOW}
 local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0')
 if epoch > tonumber(ARGV[1]) then return 0 end

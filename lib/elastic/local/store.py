@@ -136,8 +136,8 @@ class Store:
             parse(URL, endpoint.url)  # it comes from a file, which may be damaged
             client = redis.Redis.from_url(endpoint.url, **limits)
             return cls(client, key, shown_url(endpoint.url).partition("//")[2], endpoint.epoch)
-        # redis-py trusts all the machine's authorities as well, but none of them has signed a
-        # certificate for such an address.
+        # redis-py trusts all the machine's authorities as well, but none of them has
+        # signed a certificate for such an address.
         if endpoint.certificate:
             limits |= {"ssl": True, "ssl_ca_data": endpoint.certificate}
             limits |= {"ssl_check_hostname": True, "ssl_include_verify_flags": [ANY_TIME]}
@@ -182,8 +182,8 @@ class Store:
         self._redis.close()
 
     def _run(self, script: str, keys: list[str], arguments: list, fields=()) -> int:
-        """Run one of scripts.py; `fields` of a hash come last. Raises NoScriptError if the
-        server was restarted, and has forgotten them."""
+        """Run one of scripts.py; `fields` of a hash come last. Raises NoScriptError if
+        the server was restarted, and has forgotten them."""
         digest = hashlib.sha1(script.encode()).hexdigest()  # Redis's name of a script
         words = [*arguments, *itertools.chain.from_iterable(dict(fields).items())]
         return self._redis.evalsha(digest, len(keys), *keys, *words)
@@ -201,8 +201,8 @@ class Store:
         return dict(zip(numbers, pipe.execute(), strict=True))
 
     def _sealed(self, key: str, name: str, data: object) -> bytes:
-        """JSON for the field `name` of the hash `key`, marked as made by this run; the mark
-        is good for no other field."""
+        """JSON for the field `name` of the hash `key`, marked as made by this run; the
+        mark is good for no other field."""
         text = json.dumps(data).encode()
         return self._mark(key, name, text) + text
 
@@ -245,10 +245,10 @@ class Store:
         return attempts
 
     def hear(self, channel: str, timeout_s: float) -> list[str]:
-        """The wake-ups of the channel ("ctl" or "wake") that came since the last call, else
-        the first that comes within `timeout_s`, with all behind it. A store hears only one
-        of the two, and only from its first call on. A lost wake-up costs a poll interval,
-        nothing else."""
+        """The wake-ups of the channel ("ctl" or "wake") that came since the last call,
+        else the first that comes within `timeout_s`, with all behind it. A store hears
+        only one of the two, and only from its first call on. A lost wake-up costs a poll
+        interval, nothing else."""
         if self._ear is None:
             ear = self._redis.pubsub(ignore_subscribe_messages=True)
             ear.subscribe(self._key(channel))
@@ -345,9 +345,9 @@ class MasterStore(Store):
             raise Fenced(f"master epoch {epoch}: a higher one has taken over")
 
     def set_attempts(self, attempts: dict[int, int]) -> None:
-        """Tell a server the attempts that the run directory knows, so that it fences older
-        ones. A worker that has just claimed its lease, and is not known there yet, claims it
-        again."""
+        """Tell a server the attempts that the run directory knows, so that it fences
+        older ones. A worker that has just claimed its lease, and is not known there yet,
+        claims it again."""
         key = self._key("attempts")
         pipe = self._redis.pipeline(transaction=True).delete(key)
         for slot, attempt in attempts.items():

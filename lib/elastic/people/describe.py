@@ -97,8 +97,8 @@ def _one_number(loss: object) -> torch.Tensor:
 
 
 def _is_lacking(error: BaseException, is_here: bool) -> bool:
-    """Has it failed for lack of something that the run's jobs may find elsewhere, or since
-    the model cannot be made without memory?"""
+    """Has it failed for lack of something that the run's jobs may find elsewhere, or
+    since the model cannot be made without memory?"""
     cause = error.__cause__ or error
     wants_gpu = re.search("CUDA|NVIDIA", str(cause)) and not torch.cuda.is_available()
     needs_memory = isinstance(cause, RuntimeError) and re.search(r"\b[Mm]eta\b", str(cause))

@@ -347,8 +347,8 @@ def _habits(config, cluster, partitions) -> Judgement:
 
 
 def _delay_s(cluster: Mapping[str, str]) -> int:
-    """Seconds that a requeued job waits at least. (From Slurm 25.11 on a site may let jobs
-    with --requeue=expedite come back at once.)"""
+    """Seconds that a requeued job waits at least. (From Slurm 25.11 on a site may let
+    jobs with --requeue=expedite come back at once.)"""
     if "enable_expedited_requeue" in cluster.get("SlurmctldParameters", ""):
         return 1
     delay = re.search(r"\brequeue_delay=(\d+)", cluster.get("SchedulerParameters", ""))

@@ -133,8 +133,8 @@ def _links_once(path: Path) -> bool:
 
 
 def _locks_once(path: Path) -> bool:
-    """Where a lock is refused (Lustre needs -o flock), or given to two, two passes at once
-    may submit a job twice."""
+    """Where a lock is refused (Lustre needs -o flock), or given to two, two passes at
+    once may submit a job twice."""
     with path.open("wb") as mine, path.open("wb") as other:
         return lock(mine.fileno(), 0.0) and not lock(other.fileno(), 0.0)
 
@@ -240,8 +240,8 @@ def _cron(*, cluster) -> str | None:
     return tables if is_known else None
 
 
-# Each may use facts that those before it have found. A probe that needs the cluster is left
-# out if that is Unknown: one wait for a silent Slurm is enough.
+# Each may use facts that those before it have found. A probe that needs the cluster is
+# left out if that is Unknown: one wait for a silent Slurm is enough.
 PROBES: dict[str, Callable] = {
     "cluster": _cluster,
     "partitions": lambda cluster: sched_slurm.partitions(),
@@ -279,8 +279,8 @@ def _look_with_torch() -> dict[str, Any]:
 
 
 def _waited_s() -> float:
-    """Seconds that this process has waited for a CPU: a busy login node must not look like a
-    slow filesystem."""
+    """Seconds that this process has waited for a CPU: a busy login node must not look
+    like a slow filesystem."""
     return int((proc.read("/proc/self/schedstat").split() or [0, 0])[1]) / 1e9
 
 

@@ -82,8 +82,8 @@ def tell(run: RunDir, sinks: Sequence[Any]) -> None:
 
 def rows(run: RunDir, after: int) -> Iterator[dict]:
     """Numbers of every version and every step of sync mode, beyond `after` committed
-    tokens and in their order. If a step was done again, its first line counts. If the run is
-    done, the last row comes again, with the last validation."""
+    tokens and in their order. If a step was done again, its first line counts. If the run
+    is done, the last row comes again, with the last validation."""
     steps = [{**{name: line[name] for name in ("step", "time", "tokens", "loss")},
               "workers": line["world"]}
              for line in run.lines("metrics.jsonl") if line["tokens"] >= after]
@@ -107,8 +107,8 @@ def _said(score: Score) -> dict:
 
 
 def _since(run: RunDir, after: int) -> list[Commit]:
-    """The versions beyond `after` tokens, oldest first, and the one before them, since which
-    validations are news."""
+    """The versions beyond `after` tokens, oldest first, and the one before them, since
+    which validations are news."""
     newest_first: list[Commit] = []
     for commit in map(run.commits.of, range(run.commits.newest_version(), 0, -1)):
         newest_first += [commit] if commit else []

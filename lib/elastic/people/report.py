@@ -57,8 +57,8 @@ INCIDENTS = (
 
 @dataclass(frozen=True)
 class Point:
-    """A version, or a step of sync mode, with the rate since the one before. A loss that is
-    not known is NaN."""
+    """A version, or a step of sync mode, with the rate since the one before. A loss that
+    is not known is NaN."""
 
     time: float
     tokens: int
@@ -194,8 +194,8 @@ def _along_time(axes: Any, contents: Contents) -> None:
 
 
 def _at(time_: float) -> float:
-    """Where a time is on the axes: days since 1970. (Not local time, in which the ticks are:
-    an hour of that may come twice.)"""
+    """Where a time is on the axes: days since 1970. (Not local time, in which the ticks
+    are: an hour of that may come twice.)"""
     return time_ / 86400
 
 

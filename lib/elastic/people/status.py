@@ -80,8 +80,8 @@ class Depth(IntEnum):
 
 
 class Look:
-    """All that was read of one run, each file once. `facts` is what a pass plans by. `asks`:
-    its Redis is asked, too."""
+    """All that was read of one run, each file once. `facts` is what a pass plans by.
+    `asks`: its Redis is asked, too."""
 
     def __init__(self, run: RunDir, listing: Listing, depth: Depth, asks: bool = True):
         self.now, self.trouble = time.time(), listing.trouble  # the scheduler's
@@ -170,9 +170,9 @@ def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> L
 
 def observe_all(runs: Sequence[RunDir], depth: Depth = Depth.WHOLE, within_s: float = 0.0,
                 is_named: bool = False) -> list[dict]:
-    """`observe` of every run (for a table, `row`), with one question per scheduler, or its
-    answer of `within_s` ago. If a run cannot be read, its row says so; an error is raised only
-    if the user named the run (`is_named`), or if no filesystem answers."""
+    """`observe` of every run (for a table, `row`), with one question per scheduler, or
+    its answer of `within_s` ago. If a run cannot be read, its row says so; an error is
+    raised only if the user named the run (`is_named`), or if no filesystem answers."""
     listings: dict[tuple[str, str], Listing] = {}
     observations = []
     trouble, asked = None, 0

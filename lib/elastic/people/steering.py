@@ -131,8 +131,8 @@ def wait_for_end(run: RunDir) -> None:
 
 
 def is_done(run: RunDir) -> bool:
-    """Raises ElasticError if it has failed, or was stopped. False if the filesystem does not
-    answer now."""
+    """Raises ElasticError if it has failed, or was stopped. False if the filesystem does
+    not answer now."""
     what = f"run {run.name}"
     with contextlib.suppress(TryAgain):
         over = run.closing()
@@ -158,8 +158,8 @@ def progress_of(run: RunDir) -> tuple[float, str]:
 
 def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -> list[str]:
     """Set the limits and the mode of a run, which then runs; None leaves one as it is.
-    Returns what has changed, in words. UsageError: the run cannot have them, or another run
-    has its name."""
+    Returns what has changed, in words. UsageError: the run cannot have them, or another
+    run has its name."""
     run.register()
     if run.done():
         raise UsageError(f"run {run.name} is done", "submit a new one")

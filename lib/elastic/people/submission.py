@@ -61,8 +61,8 @@ def described(
     config: Path, settings: Sequence[str], *how: str
 ) -> tuple[estimate.Model | None, str]:
     """The run's model, or None; why it cannot be known here, or why a first step was not
-    tried. `how`: "--try" that step; "--here": its jobs run here, so what is lacking counts.
-    Raises ElasticError with the end of the traceback if the task fails."""
+    tried. `how`: "--try" that step; "--here": its jobs run here, so what is lacking
+    counts. Raises ElasticError with the end of the traceback if the task fails."""
     command = [*PATIENTLY, *torch_program("describe"), *how, str(config), "slurm.partition=any",
                *settings]
     try:
@@ -91,8 +91,8 @@ def _check_name(root: Path, config: Config) -> None:
 
 
 def check_change(run: RunDir, fewest: int, most: int, mode: str) -> None:
-    """Raise ElasticError if the run cannot go on in `mode` on so many GPUs. All rules for a
-    configuration at submission hold then, too."""
+    """Raise ElasticError if the run cannot go on in `mode` on so many GPUs. All rules for
+    a configuration at submission hold then, too."""
     is_other = mode != run.control().mode
     if run.config().run.command and is_other:
         what = f"run {run.name} keeps its mode: its run.command is a loop for one mode"
@@ -108,8 +108,8 @@ def check_change(run: RunDir, fewest: int, most: int, mode: str) -> None:
 
 
 def with_shares(config: Config, model: estimate.Model | None) -> Config:
-    """`config`, with CPUs and memory filled in if neither the user nor Slurm says how much:
-    for a GPU its part of the node, for the master what it holds."""
+    """`config`, with CPUs and memory filled in if neither the user nor Slurm says how
+    much: for a GPU its part of the node, for the master what it holds."""
     slurm = config.slurm
     if config.run.scheduler != "slurm":
         return config
@@ -138,8 +138,8 @@ def start(config: Config, root: Path, model: estimate.Model | None = None) -> Ru
 
 def _where(config: Config) -> dict[str, str]:
     """Variables that say where the run's jobs are: the cluster, because a pass on another
-    cluster may share this home; for local jobs the GPUs (they may be inside an allocation)
-    and the folder that lists them."""
+    cluster may share this home; for local jobs the GPUs (they may be inside an
+    allocation) and the folder that lists them."""
     if config.run.scheduler == "local":
         gpus = {name: value for name, value in environment().items() if name == VISIBLE}
         return {"ELASTIC_HOME_DIR": str(registry_dir()), **gpus}

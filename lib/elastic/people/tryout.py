@@ -107,8 +107,8 @@ class Step:
             )
 
     def heard(self, words: str, wanted: int, limit_s=PATIENCE_S) -> tuple[int, float]:
-        """Wait until `wanted` lines begin with `words`, the step is over, or `limit_s` have
-        passed. Returns how many do, and the seconds waited."""
+        """Wait until `wanted` lines begin with `words`, the step is over, or `limit_s`
+        have passed. Returns how many do, and the seconds waited."""
         began = time.time()
         while True:
             is_over = self.process.poll() is not None or time.time() - began > limit_s

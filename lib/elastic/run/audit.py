@@ -230,8 +230,8 @@ def damages(folder: Path, writer: str, files, is_kept: Callable, checksum, befor
     """What is wrong with each file of a committed folder, "" for nothing. What may be
     pruned and is gone has no files.
 
-    Two looks have to agree (`before`: what the last one found), as meanwhile a folder gets
-    its last name, or is pruned.
+    Two looks have to agree (`before`: what the last one found), as meanwhile a folder
+    gets its last name, or is pruned.
     """
     draft = draft_of(folder, writer)
     place = draft if draft.exists() else folder  # its writer died before the last rename

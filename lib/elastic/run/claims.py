@@ -35,8 +35,8 @@ class Slots(Part):
         return _newest_number(self.run.path / "slots" / f"{slot:04d}")
 
     def fence(self, slot: int, attempt: int) -> None:
-        """Raise Fenced if a record of a higher attempt exists. What Redis says of attempts
-        does not count: anybody with a password can write that."""
+        """Raise Fenced if a record of a higher attempt exists. What Redis says of
+        attempts does not count: anybody with a password can write that."""
         if (newest := self.latest(slot)) > attempt:
             raise Fenced(f"slot {slot} has attempt {newest}, which is higher than {attempt}")
 

@@ -1,5 +1,5 @@
-"""The commits of a run: the record of each version, and which is the newest; and what sync
-mode has saved on top of one.
+"""The commits of a run: the record of each version, and which is the newest; and what
+sync mode has saved on top of one.
 
 `newest.json` is a hint. Names decide: a version is committed once its name is there.
 """
@@ -51,8 +51,8 @@ class Commits(Part):
         return self.known(version) if version >= 0 else None
 
     def all(self, first: int = 0, last: int | None = None) -> Iterator[Commit]:
-        """The commits of versions `first` to `last` (None: the newest), oldest first. Raises
-        ElasticError if one is gone."""
+        """The commits of versions `first` to `last` (None: the newest), oldest first.
+        Raises ElasticError if one is gone."""
         last = self.newest_version() if last is None else last
         return map(self.known, range(first, last + 1))
 

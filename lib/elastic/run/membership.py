@@ -43,8 +43,8 @@ class Slot:
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> "Slot | None":
-        """The slot in a Redis hash; None if the hash is not a slot's. Anybody with a worker's
-        password can have written it."""
+        """The slot in a Redis hash; None if the hash is not a slot's. Anybody with a
+        worker's password can have written it."""
         try:
             kinds = cls.__annotations__.items()
             found = cls(**{name: kind(fields[name]) for name, kind in kinds if name in fields})

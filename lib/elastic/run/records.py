@@ -253,8 +253,8 @@ class Checkpoint(Commit):
 
 
 def as_commit(record: object) -> dict:
-    """A checkpoint's table as a commit has it, for `restored`: its trainer's state is left
-    out. Raises ValueError."""
+    """A checkpoint's table as a commit has it, for `restored`: its trainer's state is
+    left out. Raises ValueError."""
     table = restored(dict, record)
     told = {**restored(dict, table.get("extra")), **table}
     return {"version": 0, "master_epoch": 0, "time": 0.0, "step": None, "files": None, **told}

@@ -16,8 +16,8 @@ any moment. The names, and who writes them:
     metrics.jsonl scores.jsonl           the steps of sync mode; what validations have said
 
 Parts: run.commits (commits.py), run.slots and run.masters (claims.py: who fences whom),
-run.jobs, run.offers and run.scores (told.py: what jobs leave behind). sound.py says what a
-record is.
+run.jobs, run.offers and run.scores (told.py: what jobs leave behind). sound.py says what
+a record is.
 
 Rules: bytes before the record that names them, and one winner per name (durable.py).
 Folders are listed to find names, and to prune; a file is opened by its exact path.
@@ -118,8 +118,8 @@ class RunDir:
         return run
 
     def register(self) -> None:
-        """Have the run's name lead to this folder, which may have been moved. UsageError if
-        it leads to another run, or is none."""
+        """Have the run's name lead to this folder, which may have been moved. UsageError
+        if it leads to another run, or is none."""
         check_name(self)
         link, here = registry_dir() / "runs" / self.name, os.path.realpath(self.path)
         if os.path.realpath(link) == here:
@@ -151,8 +151,8 @@ class RunDir:
 
     @functools.cached_property
     def key(self) -> str:
-        """The run's unique name on a shared Redis: its name and a random id. Another user, or
-        an earlier run, may have had the name."""
+        """The run's unique name on a shared Redis: its name and a random id. Another
+        user, or an earlier run, may have had the name."""
         return f"{self.name}:{(self.private / 'id').read_text().strip()}"
 
     def environment(self) -> dict[str, str]:
@@ -235,8 +235,8 @@ class RunDir:
         return self.lines("events.jsonl", last)
 
     def lines(self, name: str, last: int = 0) -> list[dict]:
-        """The newest `last` records of a log of JSON lines (0: all). Lines that are torn, as
-        by a full disk, and lines that are no records are left out."""
+        """The newest `last` records of a log of JSON lines (0: all). Lines that are torn,
+        as by a full disk, and lines that are no records are left out."""
         try:
             with (self.path / name).open("rb") as file:
                 if last:  # from a place within a line
@@ -306,8 +306,8 @@ def check_answers(run: RunDir) -> None:
 
 
 def check_name(run: RunDir) -> None:
-    """Raise UsageError if the run's name leads to another run, of which this may be a copy:
-    jobs go by the name."""
+    """Raise UsageError if the run's name leads to another run, of which this may be a
+    copy: jobs go by the name."""
     link, here = registry_dir() / "runs" / run.name, os.path.realpath(run.path)
     if (there := os.path.realpath(link)) != here and _run_at(link):
         hint = "rename this folder: jobs go by the name, and the other run may have some"
@@ -324,8 +324,8 @@ def find(name_or_path: str) -> RunDir:
 
 
 def _run_at(path: Path) -> RunDir | None:
-    """The run at a path; None if there is none. A path that cannot be read counts as a run:
-    whoever reads it is told why that fails."""
+    """The run at a path; None if there is none. A path that cannot be read counts as a
+    run: whoever reads it is told why that fails."""
     try:
         (path / "control.json").read_bytes()
     except ValueError:  # the name has a NUL: no path can

@@ -53,9 +53,9 @@ def whole(path: Path, record: dict | None, needed: str = "") -> dict | None:
 
 
 def hint(path: Path, needed: str = "") -> dict | None:
-    """The table in a file that was not synced; None if it is not there or damaged, as after
-    a crash. A network filesystem may only remember that the file was not there: so its
-    folder is listed, too. Raises TryAgain if the filesystem does not answer."""
+    """The table in a file that was not synced; None if it is not there or damaged, as
+    after a crash. A network filesystem may only remember that the file was not there: so
+    its folder is listed, too. Raises TryAgain if the filesystem does not answer."""
     try:
         return whole(path, read_json(path) or announced(path), needed)
     except TryAgain:
@@ -70,8 +70,8 @@ def announced(path: Path) -> dict | None:
 
 
 def fault(record: object, needed: str = "") -> str:
-    """What is wrong with a record: a field is missing, or is of another kind; "" if nothing.
-    `needed`: the names of fields that must be there."""
+    """What is wrong with a record: a field is missing, or is of another kind; "" if
+    nothing. `needed`: the names of fields that must be there."""
     if not isinstance(record, dict):
         return "not a JSON table"
     names = {*f"{needed} {MORE.get(str(record.get('kind', record.get('state'))), '')}".split()}

@@ -58,8 +58,8 @@ class Offers(Part):
     """Headers that workers have left behind, with the deltas."""
 
     def leave(self, header: Header) -> None:
-        """Leave the header of a delta that a leaving worker has delivered, for a master that
-        has not heard of the delta."""
+        """Leave the header of a delta that a leaving worker has delivered, for a master
+        that has not heard of the delta."""
         slot, attempt, base = header.key
         path = self.run.path / "deltas" / f"{base:06d}" / f"{slot}.{attempt}.left"
         with contextlib.suppress(OSError, TryAgain):  # merged by now, and its folder removed

@@ -100,8 +100,8 @@ class Checkpoints:
         """Write and commit a checkpoint, unless this step has one.
 
         On a failure every rank raises: OSError if the disk refused. Checkpoints that are
-        committed stay, and nothing else does. If one is being written, that ends first; its
-        failure is not told.
+        committed stay, and nothing else does. If one is being written, that ends first;
+        its failure is not told.
         """
         with contextlib.suppress(OSError, ElasticError):
             self.finish()
@@ -150,8 +150,8 @@ class Checkpoints:
 
     def load(self, model, optimizer, base: int = 0) -> tuple[Saved | None, list[str]]:
         """Load the newest checkpoint on top of version `base`, if any; why each newer one
-        was skipped. Drafts that dead writers have left are removed: they may have taken all
-        the room there was.
+        was skipped. Drafts that dead writers have left are removed: they may have taken
+        all the room there was.
 
         ElasticError if the checkpoint is whole and does not fit the model.
         """
@@ -184,8 +184,8 @@ class Checkpoints:
         return {"storage_writer": flight.writer, "planner": planner, "process_group": self._ranks}
 
     def _draft_unless_committed(self, step: int, draft: Draft) -> bool:
-        """Rank 0: make the folder of the draft. False, and nothing is made, if the step is
-        committed already."""
+        """Rank 0: make the folder of the draft. False, and nothing is made, if the step
+        is committed already."""
         if durable.exists(draft.record) and step not in self._skipped:
             return False
         draft.discard()
@@ -241,8 +241,8 @@ class Checkpoints:
         saved_state = {name: places[name] for name in places if f"optimizer.state.{name}" in held}
         optimizer_state["state"] = saved_state
         reader.fill({"model": model_state, "optimizer": optimizer_state}, process_group=self._ranks)
-        # A parameter that never trained has no moments; torch before 2.9 wants its name all
-        # the same.
+        # A parameter that never trained has no moments; torch before 2.9 wants its name
+        # all the same.
         optimizer_state["state"] = {n: saved_state.get(n, {}) for n in places if saved_state}
         # The state is there; without `_stepping` torch would fill an empty one here, too.
         with _stepping(optimizer, lambda: None), _by_place(model), _by_place(optimizer):
@@ -256,9 +256,9 @@ class Checkpoints:
 
 
 def find_newest(run: RunDir, group: Group, base: int = 0) -> tuple[Saved | None, list, set]:
-    """The newest checkpoint on top of version `base` that verifies, if any; why each newer
-    one was skipped; the steps of those that are damaged. All ranks of the group call it
-    alike. TryAgain if there is none but one that cannot be read now."""
+    """The newest checkpoint on top of version `base` that verifies, if any; why each
+    newer one was skipped; the steps of those that are damaged. All ranks of the group
+    call it alike. TryAgain if there is none but one that cannot be read now."""
     reasons, damaged = [], set()
     silent: TryAgain | None = None
     for step, record, reason in group.decide(lambda: _on_top_of(run, base, group.patience_s)):
@@ -362,8 +362,8 @@ def _by_place(owner) -> Iterator[None]:
 
 
 def _check_sharding(name: str, param: torch.Tensor, state: dict) -> None:
-    """Raise ElasticError for state that belongs to this rank's part alone and is no DTensor:
-    DCP would take one rank's for that of all."""
+    """Raise ElasticError for state that belongs to this rank's part alone and is no
+    DTensor: DCP would take one rank's for that of all."""
     for key, value in state.items():
         is_plain = isinstance(value, torch.Tensor) and not is_sharded(value)
         if is_plain and own_part(param).shape == value.shape != param.shape:
@@ -404,8 +404,8 @@ def _damage(run: RunDir, saved: Saved, files: Sequence[dict]) -> str:
 
 
 def _read(run: RunDir, step: int) -> tuple[Saved | None, str]:
-    """A checkpoint by its record, if that can be relied on; what is wrong with the record,
-    else "". TryAgain if the filesystem does not say."""
+    """A checkpoint by its record, if that can be relied on; what is wrong with the
+    record, else "". TryAgain if the filesystem does not say."""
     path = record_path(run, step)
     try:
         record = durable.read_json(path)

@@ -19,9 +19,9 @@ import torch
 
 Tile = tuple[int, torch.Tensor]  # where it starts in its fragment, and its elements
 
-# Elements of a tile. So many fit a shared cache; with smaller tiles threads would wait for
-# each other's turn in Python. Fresh memory for a whole fragment would cost more than the
-# arithmetic.
+# Elements of a tile. So many fit a shared cache; with smaller tiles threads would wait
+# for each other's turn in Python. Fresh memory for a whole fragment would cost more than
+# the arithmetic.
 TILE = 1 << 20
 TINY = 1e-38
 
@@ -48,8 +48,8 @@ class Floats:
 
 
 class Blocks:
-    """Integers of a few bits, in blocks that share a scale. First come all scales, then all
-    integers."""
+    """Integers of a few bits, in blocks that share a scale. First come all scales, then
+    all integers."""
 
     def __init__(self, name: str, bits: int, block: int):
         self.name, self.bits, self.block = name, bits, block
@@ -97,8 +97,8 @@ CODECS = {each.name: each for each in (Floats(), Blocks("int8", 8, 256), Blocks(
 
 
 def codec_of(has_buffers: bool, chosen: Codec) -> Codec:
-    """The codec of a fragment. Buffers travel as they are: a block of them may hold a mean
-    of 0.01 and a variance of 1e4."""
+    """The codec of a fragment. Buffers travel as they are: a block of them may hold a
+    mean of 0.01 and a variance of 1e4."""
     return CODECS["none"] if has_buffers else chosen
 
 
@@ -108,8 +108,8 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _cut(values: torch.Tensor, most: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-    """Where each piece starts, and the piece, of a size that fits a cache; on a GPU all at
-    once."""
+    """Where each piece starts, and the piece, of a size that fits a cache; on a GPU all
+    at once."""
     most = most or (len(values) if values.is_cuda else TILE) or 1
     return ((start, values[start : start + most]) for start in range(0, len(values), most))
 

@@ -98,9 +98,9 @@ def drop(path: Path) -> None:
 
 
 class Measured(io.BufferedWriter):
-    """A file that is durable once it is closed. `size` and `hash` are of the bytes as they
-    were in memory: a filesystem may lose some, and say so only to this descriptor's fsync
-    or close."""
+    """A file that is durable once it is closed. `size` and `hash` are of the bytes as
+    they were in memory: a filesystem may lose some, and say so only to this descriptor's
+    fsync or close."""
 
     def __init__(self, path: Path):
         self.size, self.hash = 0, xxhash.xxh3_128()

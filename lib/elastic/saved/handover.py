@@ -35,11 +35,11 @@ def to_sync(run: RunDir, version: int, model: nn.Module) -> None:
 
 
 def to_local(run: RunDir, commit: Commit, epoch: int) -> tuple[Commit, list[str]]:
-    """Commit the newest checkpoint on top of `commit`, if it trained anything, as the next
-    version.
+    """Commit the newest checkpoint on top of `commit`, if it trained anything, as the
+    next version.
 
-    Returns the newest commit, and why newer checkpoints were not taken. The outer momentum
-    begins anew: it remembers rounds before the checkpoint's steps.
+    Returns the newest commit, and why newer checkpoints were not taken. The outer
+    momentum begins anew: it remembers rounds before the checkpoint's steps.
     """
     writer = f"epoch{epoch}"
     saved, refused, _ = find_newest(run, Group(), commit.version)

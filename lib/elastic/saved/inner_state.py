@@ -83,8 +83,8 @@ def save(
 
 
 def publish(run: RunDir, pointer: Pointer) -> None:
-    """Replace the slot's pointer, and remove files that it does not name, also those that a
-    process which died has left."""
+    """Replace the slot's pointer, and remove files that it does not name, also those that
+    a process which died has left."""
     folder = run.slots.path(pointer.slot)
     write_atomic(folder / NAME, to_json(asdict(pointer)))
     current = {entry["name"] for entry in pointer.files}

@@ -22,8 +22,8 @@ from elastic.saved.codec import TILE
 
 @dataclass(frozen=True)
 class Term:
-    """One delta of a fragment in the mean, and the factor that it is multiplied by: weight
-    times clip over total weight."""
+    """One delta of a fragment in the mean, and the factor that it is multiplied by:
+    weight times clip over total weight."""
 
     # Where each tile starts, and its elements (float32).
     tiles: Iterable[tuple[int, torch.Tensor]]
@@ -59,11 +59,11 @@ def mean_delta(
 def outer_step(
     params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor, lr: float, mu: float
 ) -> torch.Tensor:
-    """Apply the outer optimizer to a fragment, in place; consumes its `mean`. The bits are
-    those of torch.optim.SGD. Returns g b, g g and b b of before, for `cosine`.
+    """Apply the outer optimizer to a fragment, in place; consumes its `mean`. The bits
+    are those of torch.optim.SGD. Returns g b, g g and b b of before, for `cosine`.
 
-    Written by hand, because torch.optim imports torch's compiler, which takes a new master
-    a second and a half; and in pieces that fit a cache.
+    Written by hand, because torch.optim imports torch's compiler, which takes a new
+    master a second and a half; and in pieces that fit a cache.
     """
     products = torch.zeros(3)
     for param, b, g in zip(*(part.split(TILE) for part in (params, momentum, mean)), strict=True):

@@ -22,8 +22,8 @@ HELD = (torch.float32, torch.bfloat16, torch.float16)  # types that float32 hold
 
 
 def shapes(model: nn.Module) -> list[tuple]:
-    """(name, whole shape) of every parameter, in the model's order, and (name, shape, True)
-    of the buffers."""
+    """(name, whole shape) of every parameter, in the model's order, and (name, shape,
+    True) of the buffers."""
     parameters = [(name, tuple(param.shape)) for name, param in model.named_parameters()]
     return [*parameters, *((name, tuple(b.shape), True) for name, b in buffers(model).items())]
 
@@ -37,8 +37,8 @@ def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Statistics:
-    """A model's `buffers` before the passes of a step, as BatchNorm's statistics: a step that
-    is skipped leaves nothing there, except in those that it has made anew."""
+    """A model's `buffers` before the passes of a step, as BatchNorm's statistics: a step
+    that is skipped leaves nothing there, except in those that it has made anew."""
 
     def __init__(self, model: nn.Module):
         self._model, self._names = model, buffers(model).keys()
@@ -84,9 +84,9 @@ def refuse_other(model: nn.Module, layout: Layout) -> None:
 
 
 def _put(param: torch.Tensor, values: torch.Tensor) -> None:
-    """Set this rank's part of a tensor. float32 does not hold every integer, and a mean of
-    ones may be 0.9999999: an integer that float32 cannot tell from its new value stays,
-    others are rounded."""
+    """Set this rank's part of a tensor. float32 does not hold every integer, and a mean
+    of ones may be 0.9999999: an integer that float32 cannot tell from its new value
+    stays, others are rounded."""
     own = own_part(param)
     if not is_float(own):
         values = values.to(own.device)
@@ -104,8 +104,8 @@ class Replica:
         self._constant: dict[str, torch.Tensor] = {}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A parameter, or a buffer as it is now: the model's code may have put a new one in
-        its place."""
+        """A parameter, or a buffer as it is now: the model's code may have put a new one
+        in its place."""
         return self._params[name] if name in self._params else attrgetter(name)(self.model)
 
     @torch.no_grad()
@@ -130,8 +130,8 @@ class Replica:
 
     @torch.no_grad()
     def rebase(self, index: int, values: torch.Tensor, delta: torch.Tensor) -> None:
-        """Put the steps taken since `delta` was made on top of a published fragment, the new
-        base.
+        """Put the steps taken since `delta` was made on top of a published fragment, the
+        new base.
 
         Those steps are θ − (A − d), so the next delta holds each of them once.
         """

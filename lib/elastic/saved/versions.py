@@ -118,8 +118,8 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 
 def verified(run: RunDir, commit: Commit, name: str) -> Path:
-    """The path of a committed file whose size and checksum are right. Raises ElasticError;
-    TryAgain if the filesystem does not say."""
+    """The path of a committed file whose size and checksum are right. Raises
+    ElasticError; TryAgain if the filesystem does not say."""
     entries = {Path(entry["path"]).name: entry for entry in commit.files}
     if name not in entries:
         raise ElasticError(f"version {commit.version} has no file {name}")
@@ -130,8 +130,8 @@ def verified(run: RunDir, commit: Commit, name: str) -> Path:
 
 
 def folder_of(run: RunDir, commit: Commit) -> Path:
-    """Where the files of a committed version are, or were until they were pruned. Gives the
-    folder its name first, if it can."""
+    """Where the files of a committed version are, or were until they were pruned. Gives
+    the folder its name first, if it can."""
     folder = (run.version_path(commit.version), commit.writer)
     with contextlib.suppress(OSError):  # without a name it is read where it is
         drafts.settle(*folder)

@@ -52,8 +52,8 @@ def passes(batch: Sequence, rank: int, world: int, most: int) -> list[Sequence]:
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch, and this rank's passes over its part: for each, how much of its data
-    counts, and the data.
+    """A global batch, and this rank's passes over its part: for each, how much of its
+    data counts, and the data.
 
     `passes` reads from the loader of the whole run: take all of them before the next call
     of `Batches.next`, or never make that call (after an interruption the ranks leave).
@@ -115,8 +115,8 @@ class Batches:
                 for each in drawn:
                     yield [index(len(self._dataset), seed, *place) for place in each]
 
-        # Otherwise the random changes of samples would be the same on all ranks, and in each
-        # attempt.
+        # Otherwise the random changes of samples would be the same on all ranks, and in
+        # each attempt.
         done = len(self.committed) + len(self.trained) + len(self.skipped)
         seed_by(f"{seed}/{done} samples/{group.rank}")
         loader = iter(DataLoader(
@@ -133,6 +133,6 @@ class Batches:
 
 
 def _filled(part: Sequence, most: int) -> Sequence:
-    """What a pass of at most `most` samples loads. A single sample comes twice, and counts
-    once: a BatchNorm has no statistics of one."""
+    """What a pass of at most `most` samples loads. A single sample comes twice, and
+    counts once: a BatchNorm has no statistics of one."""
     return [*part, *part] if len(part) == 1 < most else part

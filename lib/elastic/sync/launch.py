@@ -48,8 +48,8 @@ from elastic.sync.keepalive import Keepalive
 from elastic.sync.resumable import Resume
 
 TAIL_LINES = 60  # the last words of the ranks
-# Lines of stderr that are kept: many ranks complain of a peer that is gone, at more length
-# than the peer said what it died of.
+# Lines of stderr that are kept: many ranks complain of a peer that is gone, at more
+# length than the peer said what it died of.
 HEARD_LINES = 2000
 MOST_LINE = 8192  # characters that are copied, and kept, as one line
 # So long the other ranks may take to end after one has crashed. If they hang, they never end.
@@ -170,8 +170,8 @@ class Launcher:
     # ---- the ranks
 
     def _start(self) -> "Ranks":
-        """Start the ranks of an attempt: one process for each, or the `srun` that stands for
-        all of them."""
+        """Start the ranks of an attempt: one process for each, or the `srun` that stands
+        for all of them."""
         config, gpus_per_node = self.config, self._gpus_per_node()
         meeting = self._meet()
         self.gpus = len(self._nodes) * gpus_per_node
@@ -195,9 +195,9 @@ class Launcher:
         return self._fitting(1, given) or given  # no size fits: all that were given
 
     def _meet(self) -> dict[str, str]:
-        """Make the place where the ranks meet: a port of this node, or, if there is no other
-        node, a file that only this user can open. Returns the variables by which the ranks
-        find it."""
+        """Make the place where the ranks meet: a port of this node, or, if there is no
+        other node, a file that only this user can open. Returns the variables by which
+        the ranks find it."""
         if len(self._nodes) > 1:
             address = bind_address(self.config.sync.bind, sched_slurm.node_address(), "sync.bind")
             self._keepalive = Keepalive(address)
@@ -246,8 +246,8 @@ class Launcher:
         return Ranks(processes, self._keepalive, limit_s, self._resume, self._unfit, here)
 
     def _record(self) -> None:
-        """Say that the job is at work, and on how many GPUs: a reconcile pass compares them
-        with those that it might have."""
+        """Say that the job is at work, and on how many GPUs: a reconcile pass compares
+        them with those that it might have."""
         self.program.record("training", gpus=self.gpus, trouble=self.program.failure)
 
     def _wait(self, ranks: "Ranks") -> int:
@@ -306,9 +306,9 @@ class Ranks:
     def __init__(self, processes: list[subprocess.Popen], keepalive: Keepalive | None,
                  limit_s: float, resume: Resume, unfit: set[str],
                  here: Callable[[], set[int]] = set):
-        """`limit_s`: how long they may neither say nor save anything; 0: for ever. `here`:
-        returns all their processes, if Slurm does not look after them. `unfit` gets the
-        nodes on which a rank finds that it cannot train."""
+        """`limit_s`: how long they may neither say nor save anything; 0: for ever.
+        `here`: returns all their processes, if Slurm does not look after them. `unfit`
+        gets the nodes on which a rank finds that it cannot train."""
         self.began, self.error = time.time(), ""  # what they died of, if that is known
         self._heard: deque[str] = deque(maxlen=HEARD_LINES)
         self._processes, self._keepalive = processes, keepalive
@@ -372,8 +372,8 @@ class Ranks:
         return time.time() - max([saved, *map(os.path.getmtime, logs)]) > self._limit_s
 
     def tell(self) -> bool:
-        """Pass a notice on to the ranks, never through srun, which would kill its tasks at
-        once. False: Slurm has not taken it."""
+        """Pass a notice on to the ranks, never through srun, which would kill its tasks
+        at once. False: Slurm has not taken it."""
         if job_id := env("SLURM_JOB_ID"):
             return sched_slurm.signal_steps(job_id)
         for process in self._processes:
@@ -381,8 +381,8 @@ class Ranks:
         return True
 
     def abort(self) -> int:
-        """Let the ranks that hang print their stacks, and say that they died of it. In Slurm
-        all are asked at once: their stacks are whole in the logs of the ranks."""
+        """Let the ranks that hang print their stacks, and say that they died of it. In
+        Slurm all are asked at once: their stacks are whole in the logs of the ranks."""
         limit_s = f"{self._limit_s:g} s (sync.silent_timeout)"
         self.error = f"no output and no new checkpoint for {limit_s}"
         if job_id := env("SLURM_JOB_ID"):

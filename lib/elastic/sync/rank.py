@@ -76,23 +76,23 @@ class Wishes:
         return Wish.GO_ON
 
     def of_all(self, *numbers: float) -> tuple[Wish, list[float]]:
-        """The largest wish of all ranks, and the sums of their `numbers`. Each of them has
-        to call."""
+        """The largest wish of all ranks, and the sums of their `numbers`. Each of them
+        has to call."""
         mine = self.mine()
         sums = self._rank.group.sum(*(mine is wish for wish in Wish), *numbers)
         return max(wish for wish in Wish if sums[wish]), sums[len(Wish) :]
 
     def interrupt(self) -> None:
-        """Raise Interrupted, on all ranks, if any of them wants to stop: each of them has to
-        call."""
+        """Raise Interrupted, on all ranks, if any of them wants to stop: each of them has
+        to call."""
         wish, _ = self.of_all()
         if wish != Wish.GO_ON:
             raise Interrupted(wish)
 
     def left_s(self, needed_s: float) -> float:
         """Seconds until the kill, less a margin for the last words. Slurm knows what the
-        notice is for, and may leave more time than it does at a preemption. It is asked only
-        if that is too short, as the answer may take half a minute."""
+        notice is for, and may leave more time than it does at a preemption. It is asked
+        only if that is too short, as the answer may take half a minute."""
         left_s = self.notice.left_s(time.time())
         if left_s < needed_s and (known_at := kill_at()):
             left_s = known_at - NOTICE_MARGIN_S - time.time()

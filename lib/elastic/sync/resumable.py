@@ -70,9 +70,9 @@ def _candidates(folder: Path, pattern: str) -> list[Path]:
 
 
 def _order(path: Path) -> tuple:
-    """A key to sort by: the highest epoch first, as steps may begin anew in each epoch; then
-    the highest step, then the shortest name. Names without a number come last, the newest
-    of them first."""
+    """A key to sort by: the highest epoch first, as steps may begin anew in each epoch;
+    then the highest step, then the shortest name. Names without a number come last, the
+    newest of them first."""
     found = sorted(_NUMBERED.findall(path.name), key=lambda match: match[0] == "")
     place = ([-int(number) for _, number in found], len(path.name), path.name)
     return (*(place if found else ([1], 0, "")), -_written(path))
@@ -84,14 +84,14 @@ def _is_named_so(name: str) -> bool:
 
 
 def _comes_along(stem: str, stems: Set[str]) -> bool:
-    """Does a file belong to another one's checkpoint? step_5.optimizer.pt and step_5_ema.pt
-    belong to step_5.pt; step_5.5.pt does not."""
+    """Does a file belong to another one's checkpoint? step_5.optimizer.pt and
+    step_5_ema.pt belong to step_5.pt; step_5.5.pt does not."""
     return any(re.fullmatch(rf"{re.escape(each)}[-_.]\D+", stem) for each in stems)
 
 
 def _may_hold_state(path: Path) -> bool:
-    """Is there anything but pictures and text? A file without a suffix is a note that names
-    a checkpoint; inside of a folder it may be anything."""
+    """Is there anything but pictures and text? A file without a suffix is a note that
+    names a checkpoint; inside of a folder it may be anything."""
     if not path.is_dir():
         name = path.resolve().name
         return "." in name and not (_MEDIA.search(name) or _OTHER.search(name))
@@ -159,16 +159,16 @@ class Resume:
         return resume_paths(self.folder, self.run.config().sync.resume)
 
     def has_progressed(self, before: dict[Path, int] | None = None) -> bool:
-        """Is there a checkpoint that was not there `before` (None: at the job's start), or
-        has the one that was resumed from been written anew? Others may be written again on
-        the way to where the ranks died, and again: that is no progress."""
+        """Is there a checkpoint that was not there `before` (None: at the job's start),
+        or has the one that was resumed from been written anew? Others may be written
+        again on the way to where the ranks died, and again: that is no progress."""
         before = self._at_start if before is None else before
         return any(written > before.get(path, 0) and (path not in before or path == self.path)
                    for path, written in self.there().items())
 
     def choose(self) -> str:
-        """Choose the newest checkpoint on which the program has not died at once, else the
-        oldest; "": there is none."""
+        """Choose the newest checkpoint on which the program has not died at once, else
+        the oldest; "": there is none."""
         self.folder.mkdir(parents=True, exist_ok=True)
         there, names = [*self.there()], sorted(os.listdir(self.folder))
         self.path = there[min(self.older, len(there) - 1)] if there else None

@@ -69,8 +69,8 @@ class Saving:
 
     def is_due(self, step: int) -> bool:
         """Rank 0: is it time for a checkpoint, once this step is taken? Not while one is
-        being written. But if that takes as long as a hang, begin the next one: it waits for
-        the other, and so the hang is found."""
+        being written. But if that takes as long as a hang, begin the next one: it waits
+        for the other, and so the hang is found."""
         config, seconds = self._rank.config, time.monotonic() - self._at
         is_busy = 0 < self.checkpoints.writing_s < config.health.hang_timeout_s
         if is_busy or seconds < self._least_s or not self._rank.group.leads:
@@ -78,8 +78,8 @@ class Saving:
         return cadence.is_due(config.checkpoint.interval, step - self.step, seconds, self._auto_s)
 
     def begin(self, state: State, due: bool) -> None:
-        """Begin a checkpoint in the background if it is due. Learn from the one before it,
-        once that is committed, how often they are worth it."""
+        """Begin a checkpoint in the background if it is due. Learn from the one before
+        it, once that is committed, how often they are worth it."""
         with self._surviving_refusals(state):
             ended = self.checkpoints.finish() if due else self.checkpoints.poll()
             if ended:
@@ -99,8 +99,8 @@ class Saving:
 
     def save_within(self, state: State, left_s: Callable[[float], float]) -> None:
         """Save if there is time: `left_s`, which rank 0 calls with the seconds needed,
-        returns those that are left. Else wait for the checkpoint that is being written: it
-        may need little more."""
+        returns those that are left. Else wait for the checkpoint that is being written:
+        it may need little more."""
         group, needed_s = self._rank.group, self.checkpoints.needs_s
         has_s = left_s(needed_s) if group.leads else 0.0
         if group.broadcast(has_s >= needed_s):

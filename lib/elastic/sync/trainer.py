@@ -98,8 +98,8 @@ class Trainer:
         return Exit.OK
 
     def _train(self) -> Wish:
-        """Step by step, until a rank wants to stop: returns that wish, or GO_ON if nothing
-        is left to train."""
+        """Step by step, until a rank wants to stop: returns that wish, or GO_ON if
+        nothing is left to train."""
         timeout_s = self.rank.config.health.hang_timeout_s
         with HangDetector(timeout_s, functools.partial(device.leave, Exit.ERROR)) as hangs:
             wish = self._validate_if_due(hangs)  # a notice may have broken one off
@@ -210,8 +210,8 @@ class Trainer:
         return wish
 
     def _unless_told(self, passes: Iterable) -> Iterator:
-        """The passes of a step. Between them, too, the ranks agree on whether to stop: a long
-        step may take longer than a notice leaves."""
+        """The passes of a step. Between them, too, the ranks agree on whether to stop: a
+        long step may take longer than a notice leaves."""
         for self._passes, each in enumerate(passes, 1):
             if self._passes > 1 and (self._passes - 1) % self._agree_every == 0:
                 self.wishes.interrupt()
@@ -233,9 +233,9 @@ class Trainer:
         return (done + 1) / most if self.state.base_version and done < most else 1.0
 
     def _agree(self, losses: torch.Tensor, tokens: int) -> tuple[float, float, Wish, bool, bool]:
-        """Learn from all ranks, in one sum, the batch's mean loss and tokens, what they want,
-        and whether rank 0 finds it time for a checkpoint, or for a look at everybody's
-        health."""
+        """Learn from all ranks, in one sum, the batch's mean loss and tokens, what they
+        want, and whether rank 0 finds it time for a checkpoint, or for a look at
+        everybody's health."""
         group = self.rank.group
         silent_s = time.monotonic() - self._checked_at
         check = group.leads and silent_s > self.rank.config.health.liveness_interval_s
@@ -266,8 +266,8 @@ class Trainer:
         return verdict == "warn"
 
     def _roll_back(self) -> None:
-        """Go on from the newest checkpoint. The samples that are skipped are left out when
-        they come round again."""
+        """Go on from the newest checkpoint. The samples that are skipped are left out
+        when they come round again."""
         saved, _ = self.saving.load(self.state.base_version)
         if saved:
             self._go_on_from(saved, self.batches.skipped)
@@ -347,8 +347,8 @@ class Learner:
     def backward(self, passes: Iterator, expected: int) -> tuple[torch.Tensor, int]:
         """Compute the gradients of the mean over a batch, if it has the `expected` tokens
         (else `rescale_gradients` mends them). Returns this rank's sum of losses and the
-        tokens that these are of, in one tensor, and its tokens. A part of nothing but padding
-        has no loss, and its gradients are 0.
+        tokens that these are of, in one tensor, and its tokens. A part of nothing but
+        padding has no loss, and its gradients are 0.
 
         FSDP takes the mean over ranks, hence the factor `world`.
         """

@@ -79,8 +79,8 @@ def build_model(task, config: Config, device: torch.device, group: Group) -> tor
     same parameters.
 
     Its layers go to the device one by one. If the task has `initial_values`, the model is
-    built without values: a version or a checkpoint is loaded, or `set_initial_values` sets
-    them. Raises ElasticError.
+    built without values: a version or a checkpoint is loaded, or `set_initial_values`
+    sets them. Raises ElasticError.
     """
     seed(config.run.seed)
     is_bare = hasattr(task, "initial_values")
@@ -102,8 +102,8 @@ def build_model(task, config: Config, device: torch.device, group: Group) -> tor
 
 
 def _require_loadable(model: torch.nn.Module) -> None:
-    """Raise ElasticError if the model has buffers or tied parameters: what its constructor
-    has computed or tied is lost with the memory."""
+    """Raise ElasticError if the model has buffers or tied parameters: what its
+    constructor has computed or tied is lost with the memory."""
     buffers = [name for name, _ in model.named_buffers()]
     names = {name for name, _ in model.named_parameters()}
     if odd := buffers or sorted(names ^ set(model.state_dict())):
@@ -114,9 +114,9 @@ def _require_loadable(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def set_initial_values(task, model: torch.nn.Module) -> None:
-    """Set the values that `build_model` has left open, from the seed; every rank keeps its
-    own part. Raises ElasticError if the task does not give a tensor of the model, or gives
-    one that the model does not have."""
+    """Set the values that `build_model` has left open, from the seed; every rank keeps
+    its own part. Raises ElasticError if the task does not give a tensor of the model, or
+    gives one that the model does not have."""
     if not hasattr(task, "initial_values"):
         return
     missing = model.state_dict()
@@ -186,8 +186,8 @@ def to_device(batch, device: torch.device):
 
 
 def leave(code: int) -> None:
-    """End this process at once. All is delivered and saved by now, and to take torch apart
-    would take seconds."""
+    """End this process at once. All is delivered and saved by now, and to take torch
+    apart would take seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(OSError):  # as of a full disk

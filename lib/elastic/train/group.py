@@ -66,8 +66,8 @@ def clip_gradients(model: torch.nn.Module, most: float) -> float:
 
 @torch.no_grad()
 def rescale_gradients(model: torch.nn.Module, factor: float) -> None:
-    """Mend the gradients of a step that had other tokens than expected. Mostly it had not,
-    and the factor is 1."""
+    """Mend the gradients of a step that had other tokens than expected. Mostly it had
+    not, and the factor is 1."""
     if factor != 1.0:
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         torch._foreach_mul_(grads, factor)

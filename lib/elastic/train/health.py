@@ -66,8 +66,8 @@ class NaNDetector:
 
 
 def check_nccl_health(group: Group, timeout_s: float) -> str:
-    """Empty if all ranks of the default group answer and a collective ends, else a sentence
-    on what does not.
+    """Empty if all ranks of the default group answer and a collective ends, else a
+    sentence on what does not.
 
     All ranks call it at the same point. After a sentence the group is of no more use:
     leave.
@@ -222,8 +222,8 @@ class ShutdownHandler:
 
 
 def shield_workers(worker_id: int = 0) -> None:
-    """A DataLoader's `worker_init_fn`. The worker ignores notices, which are for its parent,
-    and ends when the parent dies."""
+    """A DataLoader's `worker_init_fn`. The worker ignores notices, which are for its
+    parent, and ends when the parent dies."""
     ignore_notices()
     parent = parent_process()
     if parent is None or parent.pid == os.getppid():

@@ -120,9 +120,8 @@ def peak(group: dict) -> float:
 
 
 def keep_types(held: dict, saved: dict) -> None:
-    """Give the state of a parameter the values that were `saved`, where
-    `load_state_dict` has changed their type: float32 moments of a bf16 parameter stay what
-    they were."""
+    """Give the state of a parameter the values that were `saved`, where `load_state_dict`
+    has changed their type: float32 moments of a bf16 parameter stay what they were."""
     for name, value in saved.items():
         if isinstance(value, torch.Tensor) and value.dtype != held[name].dtype:
             held[name] = value.to(held[name].device)
@@ -144,9 +143,9 @@ class Probe:
     """
 
     def __init__(self, model: nn.Module, near: float, may_ignore: int):
-        """A step has gone back if it ends near where the parameters were before: `near` is a
-        part of the way that the version has moved them. `may_ignore`: of so many versions in
-        a row that may happen by chance."""
+        """A step has gone back if it ends near where the parameters were before: `near`
+        is a part of the way that the version has moved them. `may_ignore`: of so many
+        versions in a row that may happen by chance."""
         self._near, self._may_ignore = near, may_ignore
         self._param = max(model.parameters(), key=lambda p: p.numel() if p.requires_grad else -1)
         self._before = self._placed = None
@@ -158,13 +157,13 @@ class Probe:
         self._before = self._values()
 
     def placed(self, steps: int) -> None:
-        """It is in the model, and its parameters are so many steps away from those before;
-        0: nobody knows how many."""
+        """It is in the model, and its parameters are so many steps away from those
+        before; 0: nobody knows how many."""
         self._placed, self._counts = self._values(), not 0 < steps < FEW_STEPS
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """After a step: ElasticError if too many versions have been ignored. Only the first
-        step after each version is looked at."""
+        """After a step: ElasticError if too many versions have been ignored. Only the
+        first step after each version is looked at."""
         if self._before is None:
             return
         way, back = (self._placed - self._before).norm(), (self._values() - self._before).norm()

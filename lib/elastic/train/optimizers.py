@@ -62,8 +62,8 @@ class EagerAdamW(Eager, torch.optim.AdamW):
 
 
 class Muon(Eager, Optimizer):
-    """Of weights that are whole, or sharded by rows over one group of ranks, with the rows
-    of each matrix that they stack."""
+    """Of weights that are whole, or sharded by rows over one group of ranks, with the
+    rows of each matrix that they stack."""
 
     def __init__(self, weights: Mapping[nn.Parameter, list[int]], lr: float, weight_decay: float):
         super().__init__(weights, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
@@ -93,8 +93,8 @@ class Muon(Eager, Optimizer):
             own.add_(update, alpha=-group["lr"])
 
     def _smoothed(self, param: nn.Parameter, momentum: float) -> torch.Tensor:
-        """This rank's part of the gradient with Nesterov momentum, in the type in which it
-        is multiplied, after an update of the momentum."""
+        """This rank's part of the gradient with Nesterov momentum, in the type in which
+        it is multiplied, after an update of the momentum."""
         state, grad = self.state[param], own_part(param.grad)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param.grad)
@@ -103,8 +103,8 @@ class Muon(Eager, Optimizer):
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix with its singular values between about 0.7 and 1.2, but for tiny ones: a few
-    steps of x = (A + B x x' + C (x x')^2) x."""
+    """The matrix with its singular values between about 0.7 and 1.2, but for tiny ones: a
+    few steps of x = (A + B x x' + C (x x')^2) x."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix  # x x' is the smaller product
     x = x / x.norm().clamp_min(TINY)
@@ -115,8 +115,8 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def update_of(weight: torch.Tensor, matrix_rows: list[int]) -> torch.Tensor:
-    """The `orthogonal` of each matrix that the weight stacks, as large as AdamW's update: its
-    RMS is about 0.2."""
+    """The `orthogonal` of each matrix that the weight stacks, as large as AdamW's update:
+    its RMS is about 0.2."""
     parts = weight.split(matrix_rows)
     return torch.cat([orthogonal(part) * (0.2 * math.sqrt(max(part.shape))) for part in parts])
 
@@ -190,9 +190,9 @@ def default_optimizer(model: nn.Module, train) -> Optimizer:
 
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, list[int]]:
     """The weights of linear layers, but for the head's: the last one, or one that is an
-    embedding's, too; and but for one that is no parameter, as of weight_norm, or no matrix,
-    as of several experts. With each, the rows of the matrices that it stacks. Raises
-    ElasticError."""
+    embedding's, too; and but for one that is no parameter, as of weight_norm, or no
+    matrix, as of several experts. With each, the rows of the matrices that it stacks.
+    Raises ElasticError."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     others = [*tables, *linear[-1:]]

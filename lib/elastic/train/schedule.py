@@ -18,8 +18,8 @@ WARMUP_START = 0.01  # of the peak; not 0, so that no step is without effect
 
 
 def share_of_peak(progress: float, settings) -> float:
-    """The learning rate where `progress` (1: all) of the run's tokens are trained, as a share of
-    its peak; it stays at its final value beyond the end."""
+    """The learning rate where `progress` (1: all) of the run's tokens are trained, as a
+    share of its peak; it stays at its final value beyond the end."""
     progress = min(max(progress, 0.0), 1.0)
     return min(_rise(progress, settings), _fall(progress, settings))
 

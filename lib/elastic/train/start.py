@@ -1,5 +1,5 @@
-"""A process that uses torch: `python -m elastic.train.start PROGRAM ARGUMENTS`, with PROGRAM
-one of the names below.
+"""A process that uses torch: `python -m elastic.train.start PROGRAM ARGUMENTS`, with
+PROGRAM one of the names below.
 
 To import torch takes seconds, so two things come first. A notice ends the process as soon
 as Python has its turn (not while C code waits for other ranks), until its program has

@@ -108,8 +108,8 @@ def count_tokens(task: Task, batch: Any) -> int:
 
 
 def weighed(loss: Tensor, tokens: int) -> Tensor:
-    """A batch's loss times its tokens, and these: two float64. Zeros, if it is nothing but
-    padding and has no loss."""
+    """A batch's loss times its tokens, and these: two float64. Zeros, if it is nothing
+    but padding and has no loss."""
     told = tokens * torch.stack([loss.detach().double().sum(), loss.new_ones(()).double()])
     return told.where(loss.isfinite(), 0.0)
 
@@ -124,8 +124,8 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 
 class Interrupted(BaseException):  # that no program takes for its own
-    """Ends a validation, or a step, at a notice. `wish`: what the ranks of a synchronous job
-    want to do now; 0 in local mode."""
+    """Ends a validation, or a step, at a notice. `wish`: what the ranks of a synchronous
+    job want to do now; 0 in local mode."""
 
     def __init__(self, wish: int = 0):
         self.wish = wish

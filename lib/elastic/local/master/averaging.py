@@ -98,8 +98,8 @@ class Averager:
         return self._codecs[index].tiles(data, self.layout.numels[index])
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of this thread's own, used again and again: fresh memory costs as much as
-        the arithmetic."""
+        """Memory of this thread's own, used again and again: fresh memory costs as much
+        as the arithmetic."""
         kept = getattr(self._own, name, None)
         if kept is None or kept.numel() < numel:
             kept = torch.empty(numel, dtype=dtype)
@@ -109,9 +109,9 @@ class Averager:
     # ---- when the round closes
 
     def commit(self, commit: Commit, parts: list[Part]) -> Commit | None:
-        """Take every fragment one version further, write and link it. None if that version
-        is committed already: by another master, or by a try whose answer was lost. Raises
-        Damaged if a delta's bytes went bad meanwhile.
+        """Take every fragment one version further, write and link it. None if that
+        version is committed already: by another master, or by a try whose answer was
+        lost. Raises Damaged if a delta's bytes went bad meanwhile.
 
         After an OSError (a full disk) nothing is left behind or lost: call it again.
         """
@@ -126,9 +126,9 @@ class Averager:
             raise
 
     def advance(self, commit: Commit, parts: list[Part], draft: VersionDraft) -> tuple:
-        """Write the next version into a draft; the entries of its files, and the agreement
-        of the round. After an error it may be called again, and begins with the base's
-        files. Raises Damaged, TryAgain, and OSError, as of a full disk."""
+        """Write the next version into a draft; the entries of its files, and the
+        agreement of the round. After an error it may be called again, and begins with the
+        base's files. Raises Damaged, TryAgain, and OSError, as of a full disk."""
         if self._held != commit.version - 1:
             self._hold(commit.version - 1)
         self._held = -1

@@ -44,8 +44,8 @@ class Intake:
             self.checks[header] = self.averager.check_later(header)
 
     def _check_again(self, header: Header, silence: TryAgain) -> None:
-        """Check a delta again that could not be read, for UNREAD_S: no round may stay open
-        for ever because a block of the disk is bad."""
+        """Check a delta again that could not be read, for UNREAD_S: no round may stay
+        open for ever because a block of the disk is bad."""
         since = self._unread_since.setdefault(header, self.server.now())
         if self.server.now() - since > UNREAD_S:
             self.withdraw(header.key, rounds.refusal(Rule.UNREADABLE, silence.what))
@@ -83,8 +83,8 @@ class Intake:
     def reject(self, name: str, why: Judgement, base: int) -> None:
         """Tell the worker, which starts the round again, and everybody who reads events.
 
-        First the verdict is set, then the offer removed: a worker that finds neither would
-        offer the delta again.
+        First the verdict is set, then the offer removed: a worker that finds neither
+        would offer the delta again.
         """
         self.round.note_rejected(base, name, why.rule)
         what = {"base": base, "rule": why.rule, "reason": why.reason[:MOST_REASON]}
@@ -101,9 +101,9 @@ class Intake:
             self.server.store.drop_offers(self.round.version, [f"{owner[0]}:{owner[1]}"])
 
     def meet(self) -> None:
-        """Drop the offers of deltas that are merged by now, which a new server may have, and
-        take those from the run directory whose workers have left, each once: nobody else
-        would offer them."""
+        """Drop the offers of deltas that are merged by now, which a new server may have,
+        and take those from the run directory whose workers have left, each once: nobody
+        else would offer them."""
         run, newest = self.server.run, self.round.version
         versions = range(max(0, newest - self.round.facts.max_staleness), newest + 1)
         merged = {  # but sync mode's, which have no base

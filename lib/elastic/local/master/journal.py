@@ -44,8 +44,8 @@ class Journal:
                 self.wait_for_space(f"waiting to write to {self.run.path}: {error.strerror}")
 
     def wait_for_space(self, refused: str = "") -> None:
-        """Return when there is space. `refused`: what a write has found, though the filesystem
-        may say that there is some (a quota). Raises Leaving at a notice."""
+        """Return when there is space. `refused`: what a write has found, though the
+        filesystem may say that there is some (a quota). Raises Leaving at a notice."""
         self.reason = self.run.shortage(self.least_bytes) or refused
         while self.reason:
             if self.notice:

@@ -117,8 +117,8 @@ class Master:
                 time.sleep(TICK_S)
 
     def _tick(self, words: list[str]) -> None:
-        """Read asks, then leases, then offers: so a worker whose ask is here has its lease
-        read (or asks again), and one that has asked or left has its offer read."""
+        """Read asks, then leases, then offers: so a worker whose ask is here has its
+        lease read (or asks again), and one that has asked or left has its offer read."""
         now = self.observe_control()
         if self.intake:  # there is no answer before there is a version
             self.asks |= {(ask.slot, ask.attempt): ask for ask in self.server.store.take_asks()}
@@ -150,8 +150,8 @@ class Master:
     # ---- observe
 
     def observe_control(self) -> float:
-        """Publish the state and, once a second, do as the run directory says; returns Redis
-        TIME."""
+        """Publish the state and, once a second, do as the run directory says; returns
+        Redis TIME."""
         self.publish_state()
         now, passed = self.server.read_clock(), time.monotonic()  # Redis TIME may be put back
         if passed - self.controlled_at < CONTROL_S:

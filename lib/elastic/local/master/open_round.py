@@ -47,8 +47,8 @@ Part = tuple[Header, float]  # a delta, and the factor by which it is in the mea
 
 
 def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[list[Part], dict]:
-    """How deltas become the version after `commit`, and what its commit says of that; in which
-    order they came does not matter."""
+    """How deltas become the version after `commit`, and what its commit says of that; in
+    which order they came does not matter."""
     deltas = sorted(deltas, key=lambda checked: checked.header.key)
     told, running = [checked.delta for checked in deltas], Running.of(commit)
     weights = rounds.weights(told, commit.version)
@@ -211,9 +211,9 @@ class OpenRound:
         return move, reason
 
     def close(self, can_revert: bool, epoch: int, now: float) -> tuple[Commit, list[Part], str]:
-        """End the round as the master of `epoch`: the commit of the next version, but for its
-        files, the deltas in it, and why it reverts the newest version instead, else "".
-        `can_revert`: the version before the newest is still there."""
+        """End the round as the master of `epoch`: the commit of the next version, but for
+        its files, the deltas in it, and why it reverts the newest version instead, else
+        "". `can_revert`: the version before the newest is still there."""
         deltas = [self.accepted[key] for key in sorted(self.accepted)]
         loss = rounds.round_loss([checked.header for checked in deltas], self.version)
         running, reverts, parts = Running.of(self.commit), "", []

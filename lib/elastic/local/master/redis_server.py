@@ -31,8 +31,8 @@ from elastic.local.store import MasterStore
 from elastic.run.rundir import SECRETS, Endpoint, RunDir
 
 OLDEST = (6, 0)
-# Before 6.2 Redis has no rights on channels: a worker can send false wake-ups, each of which
-# costs the others one look.
+# Before 6.2 Redis has no rights on channels: a worker can send false wake-ups, each of
+# which costs the others one look.
 KNOWS_CHANNELS = (6, 2)
 START_S = 20.0
 HEARD = {"capture_output": True, "text": True}
@@ -124,8 +124,8 @@ def _start(run: RunDir, config: Config, host: str, epoch: int, tls: bool) -> Red
     write_atomic(settings, text.encode(), mode=0o600)
     log = folder / "log"
     with log.open("ab") as output, settings.open("rb") as said:
-        # On stdin: redis-server takes the name of a file for a pattern, and a run's path may
-        # look like one.
+        # On stdin: redis-server takes the name of a file for a pattern, and a run's path
+        # may look like one.
         process = subprocess.Popen(
             [program, "-"], cwd=folder, stdin=said, stdout=output, stderr=output,
             preexec_fn=die_with_parent,

@@ -40,9 +40,9 @@ class Samples:
             self.ledger.hold(owner, ranges)
 
     def shut(self, now: float, newest: Iterable[Delta], health) -> None:
-        """Shut the samples until agents have had the time to claim their leases again, and
-        workers to say, between two steps, what they hold. `newest`: the deltas of the newest
-        version."""
+        """Shut the samples until agents have had the time to claim their leases again,
+        and workers to say, between two steps, what they hold. `newest`: the deltas of the
+        newest version."""
         # What sync mode has committed does not say how long a step takes.
         deltas = [delta for delta in newest if delta.steps and delta.seconds]
         step_s = max((delta.seconds / delta.steps for delta in deltas), default=0.0)

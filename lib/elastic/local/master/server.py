@@ -78,8 +78,8 @@ class Server:
 
     def wait(self, checks: list[Future]) -> list[str]:
         """Wake-ups since the last turn; returns at the first, or when a delta has been
-        checked. Raises TryAgain if the run's own server is gone: anybody may have its port
-        now, and would be given the password."""
+        checked. Raises TryAgain if the run's own server is gone: anybody may have its
+        port now, and would be given the password."""
         if self._redis and not self._redis.alive():
             raise TryAgain("redis-server is gone")
         words, until = [], time.monotonic() + TICK_S
@@ -93,8 +93,8 @@ class Server:
     # ---- leases
 
     def introduce(self) -> None:
-        """Tell a new server all attempts, so that it fences older ones; also those of slots
-        that the run no longer has: their workers may have left deltas."""
+        """Tell a new server all attempts, so that it fences older ones; also those of
+        slots that the run no longer has: their workers may have left deltas."""
         newest = {slot: self.run.slots.latest(slot) for slot in self.run.slots.all()}
         self.attempts |= {slot: attempt for slot, attempt in newest.items() if attempt}
         self.store.set_attempts(self.attempts)
@@ -117,8 +117,8 @@ class Server:
         return self._greet(slots)
 
     def _learn_attempts(self) -> None:
-        """Note new attempts. An attempt counts if its record exists; Redis says only when to
-        look for it."""
+        """Note new attempts. An attempt counts if its record exists; Redis says only when
+        to look for it."""
         told, known = self.store.attempts(), self.attempts
         newer = [slot for slot, attempt in told.items() if attempt > known.get(slot, 0)]
         for slot in [slot for slot in newer if 0 <= slot < MOST_SLOTS]:

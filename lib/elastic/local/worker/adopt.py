@@ -1,6 +1,6 @@
-"""The versions that a worker trains on. Before its first round version 0 is found, or made
-from the worker's model, and a data set or a model that is not the run's is refused. The
-next version is waited for and loaded, and the steps ahead are put on top of it.
+"""The versions that a worker trains on. Before its first round version 0 is found, or
+made from the worker's model, and a data set or a model that is not the run's is refused.
+The next version is waited for and loaded, and the steps ahead are put on top of it.
 """
 
 import time
@@ -169,8 +169,8 @@ class Adoption:
         self._line.say(state="training", version=version, step=0)
 
     def _drop_reverted(self, versions: range) -> None:
-        """Drop the steps ahead if one of these versions reverts the one that they were done
-        on: their samples are trained again."""
+        """Drop the steps ahead if one of these versions reverts the one that they were
+        done on: their samples are trained again."""
         hand = self._hand
         newer = map(self._line.commit, versions) if hand.ahead else ()
         if any(commit.taken_back == hand.round.base for commit in newer):

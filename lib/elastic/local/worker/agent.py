@@ -73,8 +73,8 @@ class Training:
     told: set[int] = field(default_factory=set)  # orphans that have had the notice
 
     def exit_code(self) -> int | None:
-        """That of the first rank that crashed, else of the first that a notice ended, else
-        0. None while all ranks run, and while a notice has left orphans."""
+        """That of the first rank that crashed, else of the first that a notice ended,
+        else 0. None while all ranks run, and while a notice has left orphans."""
         codes = [process.poll() for process in self.processes]
         failed = [_as_signal(code) for code in codes if code]
         if crashes := [code for code in failed if -code not in NOTICES]:
@@ -188,8 +188,8 @@ class Lease:
                 run.slots.fence(slot, attempt)
 
     def has_nobody_trained(self) -> bool:
-        """So far, in this run: then a fault is not this slot's alone. False also if nobody
-        knows."""
+        """So far, in this run: then a fault is not this slot's alone. False also if
+        nobody knows."""
         with contextlib.suppress(TryAgain):
             told = self._program.run.commits.told_version()
             if self.store is None:  # no server to ask who trains on version 0
@@ -297,8 +297,8 @@ class Agent:
         reader, writer = os.pipe()
         # A file, as any user may connect to a port.
         rendezvous = os.memfd_create("rendezvous")
-        # By name: `conda run` and others do not pass descriptors on. In a container with users
-        # of its own a process may not open another one's, but has inherited them.
+        # By name: `conda run` and others do not pass descriptors on. In a container with
+        # users of its own a process may not open another one's, but has inherited them.
         places = f"/proc/{os.getpid()}/fd/"
         shared = {
             "ELASTIC_RUN_DIR": str(program.run.path), "ELASTIC_SLOT": str(program.slot),

@@ -1,8 +1,8 @@
 """A delta on its way: encoded, stored, offered; and what the master says of it.
 
-With `local_sgd.overlap`, in a worker of one rank, a thread (the courier) delivers a copy of
-it and fetches the next version; the steps that are done meanwhile (the steps ahead) are put
-on top of that.
+With `local_sgd.overlap`, in a worker of one rank, a thread (the courier) delivers a copy
+of it and fetches the next version; the steps that are done meanwhile (the steps ahead)
+are put on top of that.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ class Delivery:
         self._memory: list[torch.Tensor] = []  # kept: a new one costs more than a copy
 
     def deliver(self, done: WorkerRound, deltas: list | None = None) -> None:
-        """Encode, store and offer base - local of a round. `deltas`: copies taken when the
-        round ended, else it is that of the replica now. If it is not finite the round is
-        void instead. Collective among the worker's ranks."""
+        """Encode, store and offer base - local of a round. `deltas`: copies taken when
+        the round ended, else it is that of the replica now. If it is not finite the round
+        is void instead. Collective among the worker's ranks."""
         line, hand, began = self._line, self._hand, self._line.clock()
         hand.is_dry = False
         delta_of = deltas.__getitem__ if deltas else self.exchange.replica.delta

@@ -198,9 +198,9 @@ class InHand:
         return sum([done.samples for done in (self.sent, self.round) if done], self.queue)
 
     def tell_new_master(self) -> None:
-        """Rank 0: tell a new master which samples this worker holds. Raises ElasticError if
-        the base is no more: somebody has restored an older run directory, and nothing that
-        is trained on that base would ever be merged."""
+        """Rank 0: tell a new master which samples this worker holds. Raises ElasticError
+        if the base is no more: somebody has restored an older run directory, and nothing
+        that is trained on that base would ever be merged."""
         if self._told_epoch < self.line.news.epoch and not self.line.is_leaving():
             told_epoch = self.line.declare(self.held())
             if told_epoch is not None:

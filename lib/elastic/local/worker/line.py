@@ -198,9 +198,9 @@ class Line(RankLine):
         return store
 
     def offer(self, header: Header) -> None:
-        """Announce a delta, once this attempt has its lease. If it is time to leave before,
-        the header has to be left in the run directory. Raises Fenced if files say that a
-        higher attempt has the slot."""
+        """Announce a delta, once this attempt has its lease. If it is time to leave
+        before, the header has to be left in the run directory. Raises Fenced if files say
+        that a higher attempt has the slot."""
         while not self.reach(lambda store: store.offer(*header.key, asdict(header))):
             with contextlib.suppress(TryAgain):
                 self.run.slots.fence(*self.place.owner)
@@ -219,8 +219,8 @@ class Line(RankLine):
         return None
 
     def declare(self, held: list[Range]) -> int | None:
-        """Tell a master which samples are still held, wanting none. Returns its epoch; None
-        if it is time to leave before."""
+        """Tell a master which samples are still held, wanting none. Returns its epoch;
+        None if it is time to leave before."""
         ask = self._ask(0, held)
         return self.reach(lambda store: store.ask(ask))
 

@@ -106,8 +106,8 @@ class LocalSGD:
 
     @property
     def progress(self) -> float:
-        """How much of the run is trained, from 0 to 1, as far as this worker can tell: before
-        the first batch, nothing."""
+        """How much of the run is trained, from 0 to 1, as far as this worker can tell:
+        before the first batch, nothing."""
         return self._hand.progress if self._hand.commit else 0.0
 
     def validate_by(self, task) -> None:
@@ -118,8 +118,8 @@ class LocalSGD:
     # ---- the life of a worker
 
     def batches(self, dataset: Dataset, collate: Callable = default_collate) -> Iterator:
-        """Batches of the worker's samples until the run is over or a notice has come, on the
-        device of the model's parameters.
+        """Batches of the worker's samples until the run is over or a notice has come, on
+        the device of the model's parameters.
 
         All are whole: the last one is filled up with samples that do not count again.
         """
@@ -166,8 +166,8 @@ class LocalSGD:
         seed_by(f"{self.config.run.seed}/{self.slot}/{self.place.attempt}/{self.group.rank}")
 
     def train_with(self, exchange: Exchange, moments: Moments) -> None:
-        """Take these from now on, to move tensors and to keep inner state. Tests, too, put
-        in theirs by this."""
+        """Take these from now on, to move tensors and to keep inner state. Tests, too,
+        put in theirs by this."""
         self._moments = moments
         self._delivery = Delivery(self._hand, exchange, moments)
         self._adoption = Adoption(self._hand, moments, self._delivery, self.model)
@@ -189,8 +189,8 @@ class LocalSGD:
             self._moments.save()
 
     def _leave_offers(self) -> None:
-        """Leave the headers in the run directory, for a master with a new Redis: this worker
-        will not offer the deltas again."""
+        """Leave the headers in the run directory, for a master with a new Redis: this
+        worker will not offer the deltas again."""
         for done in (self._hand.sent, self._hand.round):
             if self.group.leads and done and done.header and done.steps:
                 self.place.run.offers.leave(done.header)
@@ -224,8 +224,8 @@ class LocalSGD:
                 raise ElasticError(f"sgd.step() was called {calls} times up to {batch}", hint)
 
     def step(self, loss: torch.Tensor | float = 0.0, tokens: int | None = None) -> None:
-        """An inner step is done, on `tokens` of this rank's batches (default: its samples).
-        All ranks call it alike."""
+        """An inner step is done, on `tokens` of this rank's batches (default: its
+        samples). All ranks call it alike."""
         rates = (float(group["lr"]) for group in self.optimizer.groups)
         self._count(loss, tokens, max(rates, default=0.0))
 
@@ -244,8 +244,8 @@ class LocalSGD:
         hand, own, has_loss = self._hand, self._own_tokens(tokens), math.isfinite(loss)
         loss, losses, tokens = self.group.sum(loss if has_loss else 0.0, has_loss, own)
         loss = loss / losses if losses else math.nan
-        # Samples that have filled up the run's last batch do not count. A step of nothing but
-        # padding counts as one token: a delta without tokens would be none.
+        # Samples that have filled up the run's last batch do not count. A step of nothing
+        # but padding counts as one token: a delta without tokens would be none.
         tokens = max(1, round(tokens * hand.round.pending / self.config.step_samples))
         hand.count(loss, tokens, rate, time.monotonic())
         self.line.warn(self.optimizer.contested())

@@ -79,8 +79,8 @@ class Moments:
             self.save()
 
     def save(self) -> None:
-        """Save the state after this round's steps, unless it is saved. Collective. A failure
-        costs a ramp, nothing else."""
+        """Save the state after this round's steps, unless it is saved. Collective. A
+        failure costs a ramp, nothing else."""
         if self._group.decide(lambda: self._saved_at == self._hand.steps_total):
             return
         place, version, began = self._line.place, self._hand.round.base, time.monotonic()

@@ -29,8 +29,8 @@ class Validation:
         self._newest = -1  # that this worker has validated
 
     def if_due(self, replica: Replica) -> None:
-        """Score the version just adopted, if it is due, on all ranks alike: without the steps
-        ahead on top of it. A notice ends that."""
+        """Score the version just adopted, if it is due, on all ranks alike: without the
+        steps ahead on top of it. A notice ends that."""
         if not self._group.decide(self._is_due):
             return
         commit = self._hand.commit

@@ -60,8 +60,8 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
         count = count_tokens(task, batch)
         with autocast():
             loss = task.loss(model, to_device(batch, device))
-        # So gradients are those of a mean over the tokens of all batches, and of all ranks:
-        # FSDP takes the mean over ranks.
+        # So gradients are those of a mean over the tokens of all batches, and of all
+        # ranks: FSDP takes the mean over ranks.
         (loss * (count / sgd.expected_tokens)).backward()
         losses.append(weighed(loss, count))
         tokens += count
