@@ -327,6 +327,15 @@ def test_what_a_new_master_does_grows_with_the_epochs_not_with_their_square():
     assert calls(400) < 5 * calls(100)
 
 
+def test_an_epoch_that_has_begun_is_trained_to_its_end_though_fewer_are_wanted_now():
+    """Somebody lowers train.epochs in run.toml: the run was never complete, and granted nothing."""
+    ledger = Ledger(10, 1, [(0, 0, 10), (1, 0, 4)])
+    assert ledger.grant((0, 1), 20) == [(1, 4, 10)]
+    ledger.offer((0, 1, 0), [(1, 4, 10)])
+    ledger.commit((0, 1, 0))
+    assert ledger.complete
+
+
 def test_an_empty_data_set_grants_nothing():
     assert Ledger(0, 0).grant((0, 1), 5) == []
     assert Ledger(0, 1).complete

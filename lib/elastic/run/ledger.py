@@ -99,11 +99,13 @@ Key = tuple[int, int, int]  # of a delta: slot, attempt, base version
 
 
 class Ledger:
-    """Where each sample of the run is. `epochs == 0` means as many epochs as it takes."""
+    """Where each sample of the run is. `epochs == 0` means as many epochs as it takes; an
+    epoch that has begun counts, whatever `epochs` is."""
 
     def __init__(self, samples: int, epochs: int, committed: Iterable[Range] = ()):
-        self.samples, self.epochs = samples, epochs
-        self.committed = Ranges(committed)
+        self.samples, self.committed = samples, Ranges(committed)
+        begun = max((epoch for epoch, _, _ in self.committed), default=0) + 1
+        self.epochs = epochs and max(epochs, begun)
         self.held: dict[Owner, Ranges] = {}
         self.offered: dict[Key, Ranges] = {}
         self.free = Ranges()

@@ -9,12 +9,15 @@ import contextlib
 import functools
 import math
 import os
+import re
 import select
 import socket
 import time
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
+
+import pytest
 
 import test_crash_points as played
 from elastic.base.errors import TryAgain
@@ -262,6 +265,19 @@ def test_a_master_tells_again_of_its_version(delivered, monkeypatch):
     one.turn()
     one.close()
     assert run.commits.told_version() == one.commit.version == 2
+
+
+@pytest.mark.parametrize(("epochs", "max_tokens", "total"), [(3, 0, 60), (0, 500, 500)])
+def test_a_run_ends_where_its_run_toml_says_now(delivered, epochs, max_tokens, total):
+    """The goal of version 0 stayed for ever: beyond its tokens nothing was learned (the rate was
+    0), and more epochs were not begun."""
+    run, workers = delivered
+    path = run.path / "run.toml"
+    text = re.sub(r"\nepochs = .*", f"\nepochs = {epochs}", path.read_text())
+    path.write_text(re.sub(r"\nmax_tokens = .*", f"\nmax_tokens = {max_tokens}", text))
+    played.go_on(RunDir(run.path), workers, lambda: run.commits.newest_version() > 1)
+    assert run.commits.of(2).epochs == epochs
+    assert run.commits.of(2).total_tokens == total
 
 
 def test_commits_are_read_while_the_master_before_still_works(run, monkeypatch):

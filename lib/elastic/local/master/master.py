@@ -15,6 +15,7 @@ import errno
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -219,7 +220,9 @@ class Master:
         if any((self.run.path / "checkpoints").glob("step-*.json")):
             self.fence()
             commit = self.journal.written(from_sync, self.run, commit, self.epoch)
-        newest = commit.version
+        newest, train = commit.version, self.config.train  # somebody may have edited run.toml
+        goal = {"epochs": train.epochs, "total_tokens": train.max_tokens or commit.total_tokens}
+        commit = replace(commit, **goal)
         self.read_commits(newest)
         self.samples.begin(commit)
         self.averager = Averager(self.run, self.config, newest)

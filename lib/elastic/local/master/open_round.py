@@ -235,7 +235,7 @@ class OpenRound:
         told = sum(delta.tokens for delta in deltas if delta.loss)
         return newest.following(
             master_epoch=epoch, time=now, tokens=newest.tokens + tokens,
-            total_tokens=self._total_tokens(tokens, deltas),
+            epochs=self.ledger.epochs, total_tokens=self._total_tokens(tokens, deltas),
             samples=tuple(sorted(each for delta in deltas for each in delta.samples)),
             deltas=deltas, workers=len({delta.slot for delta in deltas}) or newest.workers,
             loss=loss / told if told else None if tokens else newest.loss,
