@@ -29,7 +29,7 @@ from elastic.run.records import Name, restored
 from elastic.run.rundir import RunDir
 from elastic.run.sound import hint
 from elastic.train.group import is_sharded, own_part, sharded_like
-from elastic.train.inner_optimizer import keep_types, numbers
+from elastic.train.inner_optimizer import keep_types, shared_state
 
 NAME = "inner.json"
 FILE = re.compile(r"\.?inner-(\d{6,})\..*")  # of a version
@@ -64,6 +64,7 @@ def save(
         "states": [[_pack(each.state.get(param, {}), tensors) for param in _params(each)]
                    for each in optimizers],
         "whose": _whose(optimizers), "counted": [_pack(each, tensors) for each in counted],
+        "shared": [_pack(shared_state(each), tensors) for each in optimizers],
     }
     header = {name: json.dumps(value) for name, value in said.items()}
     path = folder / f"{stem}.{rank}.safetensors"
@@ -135,6 +136,7 @@ def _restore(optimizers: Sequence, tensors: dict, said: dict) -> str:
     counted = iter(said.get("counted", ()))  # an older file has none
     if said["whose"] != _whose(optimizers):
         return "it is another optimizer's, or another model's"
+    shared = iter(said.get("shared", ()))
     for optimizer, packed in zip(optimizers, said["states"], strict=True):
         params = _params(optimizer)
         values = (_unpack(value, tensors, params[i]) for i, value in enumerate(packed))
@@ -143,16 +145,16 @@ def _restore(optimizers: Sequence, tensors: dict, said: dict) -> str:
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         for i, values in state.items():
             keep_types(optimizer.state[params[i]], values)
+        _set(optimizer.state, next(shared, {"dict": []}), tensors, params[0])
         for group, held in zip(optimizer.param_groups, counted, strict=False):
-            _count(group, held, tensors)
+            _set(group, held, tensors, params[0])
     return ""
 
 
-def _count(group: dict, packed: object, tensors: dict) -> None:
-    for param in group["params"][:1]:  # an empty group counts nothing
-        for name, number in numbers(_unpack(packed, tensors, param)).items():
-            is_tensor = isinstance(number, torch.Tensor)
-            group[name] = number.to(own_part(param).device) if is_tensor else number
+def _set(holder: dict, packed: object, tensors: dict, param: torch.Tensor) -> None:
+    for name, value in _unpack(packed, tensors, param).items():
+        is_tensor = isinstance(value, torch.Tensor)
+        holder[name] = value.to(own_part(param).device) if is_tensor else value
 
 
 def _whose(optimizers: Sequence) -> list:
@@ -179,9 +181,10 @@ def _unpack(packed: object, tensors: dict, param: torch.Tensor) -> object:
         return packed
     [(kind, held)] = packed.items()
     if kind in ("tensor", "sharded"):
-        value = tensors[held]
-        on_device = value.to(own_part(param).device)
-        return sharded_like(param, on_device) if kind == "sharded" else value
+        value, own = tensors[held], own_part(param)
+        if value.shape == own.shape:  # in its memory format, too: fused steps rely on that
+            value = torch.empty_like(own, dtype=value.dtype, device="cpu").copy_(value)
+        return sharded_like(param, value.to(own.device)) if kind == "sharded" else value
     if kind == "dict":
         return {key: _unpack(item, tensors, param) for key, item in held}
     values = [_unpack(item, tensors, param) for item in held]

@@ -26,6 +26,7 @@ class InnerOptimizer:
         self.sets_rates = sets_rates
         self._peaks = list(map(peak, self.groups))
         self._made_with = deepcopy(list(map(numbers, self.groups)))
+        self._began_with = deepcopy(list(map(shared_state, self.each)))
         self._rates: list[float] = []  # as they were set last
         self._has_others = False
         if sets_rates and not any(self._peaks):
@@ -38,8 +39,9 @@ class InnerOptimizer:
 
     def forget(self) -> None:
         """Clear its state: moments that are suspect, or another model's."""
-        for optimizer in self.each:
+        for optimizer, began_with in zip(self.each, self._began_with, strict=True):
             optimizer.state.clear()
+            optimizer.state.update(deepcopy(began_with))
         for group, made_with in self._with_beginnings():
             for name in numbers(group):
                 del group[name]
@@ -125,6 +127,11 @@ def keep_types(held: dict, saved: dict) -> None:
     for name, value in saved.items():
         if isinstance(value, torch.Tensor) and value.dtype != held[name].dtype:
             held[name] = value.to(held[name].device)
+
+
+def shared_state(optimizer: Optimizer) -> dict:
+    """What its state has for all parameters together, by name: a count of steps."""
+    return {name: value for name, value in optimizer.state.items() if isinstance(name, str)}
 
 
 def numbers(group: dict) -> dict:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -397,6 +398,56 @@ def test_what_an_optimizer_counts_in_its_groups_comes_back(tmp_path: Path):
     other.forget()
     assert other.counted() == [{}, {}]
     assert [group["k"] for group in other.groups] == [0, 0]
+
+
+class CountsForAll(torch.optim.SGD):
+    """Keeps a count beside the states of its parameters, as MADGRAD does."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.state["k"] = 0
+
+    def step(self, closure=None):
+        super().step()
+        self.state["k"] += 1
+        self.state["sums"] = self.state.get("sums", torch.zeros(2)) + 1
+
+
+def test_what_an_optimizer_counts_for_all_parameters_comes_back(tmp_path: Path):
+    """It began anew, or was gone: then the slot could not train again."""
+    run, model = RunDir(tmp_path), Net()
+    (tmp_path / "slots").mkdir()
+    one, other = (InnerOptimizer(CountsForAll(model.parameters()), True) for _ in range(2))
+    train(model, one.each * 2)
+    entry = inner_state.save(run.slots.path(0), "inner-1.1", one.each, 0)
+    assert inner_state.load(run, inner_state.Pointer(0, 1, 1, (entry,)), other.each, 0) == ""
+    [kept], [made] = other.each, one.each
+    assert (kept.state["k"], kept.state["sums"].tolist()) == (made.state["k"], [6.0, 6.0])
+    other.forget()
+    assert kept.state == {"k": 0}
+
+
+def test_moments_come_back_in_the_memory_format_of_their_parameters(tmp_path: Path):
+    """A fused step takes the elements as they lie in memory: it trained on other moments."""
+    run = RunDir(tmp_path)
+    (tmp_path / "slots").mkdir()
+    torch.manual_seed(0)
+    one = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    other, batch = deepcopy(one), torch.randn(4, 3, 8, 8)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    first, second = (torch.optim.AdamW(each.parameters(), 0.01, fused=True) for each in (one, other))
+    step(one, first)
+    other.load_state_dict(one.state_dict())
+    entry = inner_state.save(run.slots.path(0), "inner-1.1", [first], 0)
+    assert inner_state.load(run, inner_state.Pointer(0, 1, 1, (entry,)), [second], 0) == ""
+    step(one, first)
+    other.weight.grad, other.bias.grad = one.weight.grad.clone(), one.bias.grad.clone()
+    second.step()
+    assert torch.equal(one.weight, other.weight)
 
 
 def test_groups_may_be_empty_or_come_later(tmp_path: Path):
