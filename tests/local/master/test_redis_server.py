@@ -289,7 +289,19 @@ def test_stopping_it_leaves_nothing(start):
     assert not server.folder.exists()
 
 
-def test_a_taken_port_is_named_with_the_way_out(make_run):
+def test_a_master_waits_for_the_port_of_the_one_that_it_replaces(make_run, start):
+    """Both ended, one as it had no port and one as it was replaced; or the next one's server came
+    up without TLS, as the port came free between two tries."""
+    _, older = start()
+    run = make_run(f"redis.port={older.endpoint.port}", name="run-b")
+    threading.Timer(1.0, older.stop).start()
+    server = redis_server.start(run, run.config(), "127.0.0.1", epoch=2)
+    server.stop()
+    assert server.endpoint.certificate
+
+
+def test_a_taken_port_is_named_with_the_way_out(make_run, monkeypatch):
+    monkeypatch.setattr(redis_server, "START_S", 2.0)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -302,8 +314,9 @@ def test_a_taken_port_is_named_with_the_way_out(make_run):
     assert not list(run.path.glob("redis-*"))
 
 
-def test_another_redis_on_the_port_is_not_taken_for_ours(make_run, start):
+def test_another_redis_on_the_port_is_not_taken_for_ours(make_run, start, monkeypatch):
     _, other = start()
+    monkeypatch.setattr(redis_server, "START_S", 2.0)
     run = make_run(f"redis.port={other.endpoint.port}", name="run-b")
     with pytest.raises(ElasticError, match=f"did not start on 127.0.0.1:{other.endpoint.port}"):
         redis_server.start(run, run.config(), "127.0.0.1", epoch=1)

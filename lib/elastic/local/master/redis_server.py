@@ -101,6 +101,9 @@ def start(run: RunDir, config: Config, address: str, epoch: int) -> RedisServer:
 
     Raises ElasticError with the server's last words (a port that is taken, say).
     """
+    deadline = time.monotonic() + START_S
+    while listens(address, config.redis.port) and time.monotonic() < deadline:
+        time.sleep(0.1)  # a master on this node has it, until it sees that it is replaced
     if config.redis.tls == "auto":
         try:
             return _start(run, config, address, epoch, tls=True)
