@@ -9,7 +9,9 @@ import errno
 import json
 import math
 import os
+import select
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +45,7 @@ from elastic.saved import inner_state
 from elastic.saved.layout import Layout
 from elastic.train.group import Group
 from elastic.train.inner_optimizer import InnerOptimizer
-from helpers import PATIENCE, commit_of
+from helpers import PATIENCE, commit_of, wait_until
 from tiny_task import Masked
 
 
@@ -486,6 +488,22 @@ def test_a_job_that_took_steps_and_died_at_starts_has_taken_steps(run):
     assert one.end(end, training) == Exit.ERROR
     record = run.jobs.ending(one.program.job_id)
     assert (record["outcome"], record["steps"]) == ("failed", 500)
+
+
+def test_an_agent_sleeps_though_a_training_process_has_closed_its_error_output():
+    """`exec python … > log 2>&1`: its agent took half a core for as long as it lived."""
+    reader, writer = os.pipe()
+    command = ["bash", "-c", "echo hello >&2; exec sleep 600 2> /dev/null"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        training = Training([process], reader)
+        try:
+            wait_until(lambda: training.read() or training.sources() == [reader], 5.0, "its end")
+            assert training.last_words() == "hello\n"
+            assert select.select(training.sources(), [], [], 0.1)[0] == []
+        finally:
+            process.kill()
+            os.close(reader)
+            os.close(writer)
 
 
 def test_the_time_of_a_suspension_is_not_counted_as_that_of_a_hang(run, monkeypatch):

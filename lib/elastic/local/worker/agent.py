@@ -118,13 +118,17 @@ class Training:
 
     def sources(self) -> list:
         """For select(): what becomes readable when they say something."""
-        return [self.pipe, *(p.stderr for p in self.processes if p.poll() is None)]
+        return [self.pipe, *self._streams()]
+
+    def _streams(self) -> list:
+        """The error outputs that have not come to their end."""
+        return [p.stderr for p in self.processes if not p.stderr.closed]
 
     def read(self) -> bool:
         """Take in progress lines and error output, without waiting. Has the state
         changed?"""
-        for process in self.processes:
-            words = _available(process.stderr.fileno())
+        for stream in self._streams():
+            words = _available(stream.fileno(), stream.close)  # else select() never waits again
             sys.stderr.buffer.write(words)
             sys.stderr.flush()
             self.said = (self.said + words)[-HEARD_BYTES:]
@@ -436,11 +440,11 @@ def _as_signal(code: int) -> int:
     return 128 - code if code - 128 in NOTICES else code
 
 
-def _available(descriptor: int) -> bytes:
-    """What can be read now without waiting (empty at the end of the stream, too)."""
+def _available(descriptor: int, at_end: Callable[[], None] = lambda: None) -> bytes:
+    """What can be read now without waiting; `at_end` is called at the end of the stream."""
     os.set_blocking(descriptor, False)
     with contextlib.suppress(BlockingIOError):
-        return os.read(descriptor, MOST_READ)
+        return os.read(descriptor, MOST_READ) or at_end() or b""
     return b""
 
 
