@@ -27,6 +27,7 @@ from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.signals import Notice
 from elastic.jobs import cadence
 from elastic.people.evaluation import evaluate
+from elastic.run.audit import audit
 from elastic.run.rundir import Control, RunDir
 from elastic.run.shuffle import index
 from elastic.run.sound import SCORES
@@ -303,6 +304,28 @@ def test_a_run_that_its_trainer_stops_has_failed_in_its_words(tmp_path):
     assert (told["step"], told["action"]) == (BAD_STEP, "stop")
     assert re.search(f"step {BAD_STEP}: .*gradient norm nan", failed["detail"])
     assert "hint: lower train.learning_rate" in failed["detail"]
+
+
+def test_a_batch_that_is_skipped_at_the_end_is_not_missing(tmp_path):
+    """The last checkpoint was of the step before, and knew nothing of it."""
+    settings = {"train.validate_every": 9, "health.nan_action": "skip"}
+    run = made(tmp_path, settings, samples=100, nan_sample=index(100, 0, 0, 97))
+    assert trainer_of(run).main() == Exit.OK
+    assert events(run, "not-finite")
+    found = audit(run.path, 1, durable.checksum)
+    assert (found["problems"], found["finished"]) == ([], True)
+
+
+def test_a_run_that_begins_anew_takes_all_its_steps(tmp_path):
+    """Its only checkpoint is damaged. The steps that it had counted as steps of the new beginning,
+    and the run was done too early."""
+    run = made(tmp_path, {"train.max_steps": 30})
+    assert told_at(25, run, lambda: saved_steps(run)) == Exit.TRY_AGAIN
+    for file in (run.path / "checkpoints").glob("step-*/*.distcp"):
+        file.write_bytes(file.read_bytes()[:-1])
+    trained = len(lines_of(run))
+    assert trainer_of(run, 2).main() == Exit.OK
+    assert len(lines_of(run)) - trained == 30
 
 
 @pytest.mark.parametrize("size", [1, 2])

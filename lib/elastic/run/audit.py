@@ -29,7 +29,7 @@ from elastic.run.commits import read_checkpoints, read_commit
 from elastic.run.ledger import Range, Ranges, count
 from elastic.run.records import Checkpoint, Commit
 from elastic.run.rundir import RunDir
-from elastic.run.sound import whole
+from elastic.run.sound import typed, whole
 from elastic.run.wording import unit
 
 PATIENCE = 10  # versions; no delta is merged so late, and samples that come back go out first
@@ -62,7 +62,9 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
         if after.tokens < before.tokens:
             problems.append(f"step {after.step} has fewer tokens than step {before.step}")
     problems += check_end(end or {}, trained[-1])
-    epochs = count_epochs(trained, finished, saved[-1].skipped if saved else ())
+    # A batch that was skipped after the last checkpoint is in DONE alone.
+    skipped = (end or {}).get("skipped") or (saved[-1].skipped if saved else ())
+    epochs = count_epochs(trained, finished, skipped)
     problems += [problem for epoch in epochs for problem in check_epoch(epoch)]
     files, altered = check_files(run_dir, commits, saved, keep, checksum)
     totals = ("committed", "repeated", "missing", "open", "not_reached")
@@ -103,7 +105,9 @@ def read_end(run_dir: Path) -> tuple[dict | None, list[str]]:
     """What is written of the end of a run that is done, and what could not be read."""
     path = run_dir / "DONE"
     try:
-        return whole(path, read_json(path)), []
+        end = whole(path, read_json(path))
+        typed(tuple[Range, ...], path, (end or {}).get("skipped"))
+        return end, []
     except ElasticError as error:
         return {}, [str(error)]
 

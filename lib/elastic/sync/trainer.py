@@ -112,7 +112,9 @@ class Trainer:
 
     def _budget_is_spent(self) -> bool:
         state, train = self.state, self.train
-        return 0 < train.max_tokens <= state.tokens or 0 < train.max_steps <= state.step
+        # A run that begins anew, as no checkpoint is sound, counts on from their steps.
+        steps = state.step - (0 if state.base_version else state.base_step)
+        return 0 < train.max_tokens <= state.tokens or 0 < train.max_steps <= steps
 
     def _leave(self, wish: Wish) -> int:
         if wish == Wish.FENCED:
@@ -125,6 +127,7 @@ class Trainer:
     def _mark_done(self) -> None:
         self.wishes.fence()
         reached = {"version": self.state.step, "tokens": self.state.tokens, "time": time.time()}
+        reached["skipped"] = list(self.batches.skipped)
         until_written(lambda: self.rank.run.mark_done(reached), self.notice.__bool__)
         self.rank.event("done", **reached)
 
