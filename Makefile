@@ -130,6 +130,7 @@ gpu-check: $(READY) redis  ## What runs only where there is a GPU
 # for all versions, which is never overwritten. Runs go on with the version they were started with.
 # Commands and crontabs follow `current`, which is switched when the new version works.
 install:  ## Copy this version into PREFIX, make its venv, and switch to it
+	case '$(PREFIX)' in /*) ;; *) echo "error: PREFIX=$(PREFIX) is not a whole path" >&2; exit 1;; esac
 	test ! -e '$(HERE)'/bin -o -L '$(HERE)'/bin || { \
 	    echo "error: '$(HERE)'/bin is there already: PREFIX is a folder for elastic alone" >&2; \
 	    exit 1; }

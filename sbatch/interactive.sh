@@ -5,7 +5,7 @@
 # It shares the job's GPUs with whatever runs there. NODES, RANKS_PER_NODE, CPUS_PER_RANK, MASTER_ADDR,
 # MASTER_PORT and ELASTIC_RUN_DIR (rank logs) come from the environment, where they are set.
 set -euo pipefail
-home="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd -P)"
+home="$(readlink -f "${BASH_SOURCE[0]}")" home="${home%/*/*}"
 # shellcheck source=/dev/null
 source "${home}/sbatch/network.sh"
 

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import random
+import stat
 import subprocess
 import sys
 import time
@@ -156,6 +157,16 @@ def test_a_job_that_does_not_fit_is_pending_until_another_ends(make_site):
     assert site.scheduler.jobs()[2].reason == "Resources"
     site.scheduler.kill(b)
     assert site.states() == {a: "RUNNING", b: "ENDED", c: "RUNNING"}
+
+
+def test_nobody_else_can_hold_the_lock_also_an_older_versions(make_site):
+    """Who may read a file may lock it: another user could stop all runs of this one."""
+    scheduler = make_site().scheduler
+    lock = scheduler.state / "lock"
+    for _ in range(2):
+        scheduler.jobs()
+        assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+        lock.chmod(0o644)
 
 
 def test_a_master_needs_no_gpu(make_site):

@@ -158,6 +158,15 @@ def make_spec(folder: Path, toml: str, role: str = "worker", slot: int = 7, **fi
     return JobSpec(run="big", role=role, slot=slot, config=settings, **fields)
 
 
+@pytest.mark.parametrize(("given", "passed"), [
+    ("B:USR2@60", "USR2@60"), ("RB:USR2@60", "R:USR2@60"), ("BR:USR2@60", "R:USR2@60"),
+    ("R:USR2@60", "R:USR2@60"), ("USR2@60", "USR2@60")])
+def test_no_signal_goes_to_the_batch_shell(tmp_path, given, passed):
+    """It would end the shell, and the step with it."""
+    spec = make_spec(tmp_path, SLURM_TOML.replace("B:USR2@60", given))
+    assert f"--signal={passed}" in sbatch_argv(spec, Path("/opt/elastic"), "python")
+
+
 def test_sbatch_command_of_a_worker_with_every_option(tmp_path):
     spec = make_spec(tmp_path, SLURM_TOML, run_dir=Path("/runs/5% off/big"), exclude=("n1", "n2"))
     assert sbatch_argv(spec, Path("/opt/elastic"), "/opt/venv/bin/python") == [

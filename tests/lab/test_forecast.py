@@ -321,6 +321,21 @@ def test_the_command_forecasts_and_recommends(tmp_path):
     assert f"take --mode {found['recommended']['mode']} --max 2: it trains" in text
 
 
+def test_gpus_that_a_trace_never_has_are_not_played():
+    """A max of 1,000 took minutes."""
+    nodes = there(("a", 0.0, 900.0), ("b", 100.0, 900.0))
+    found = forecast(nodes, 900.0, run_of(elastic__max=100_000), COSTS)
+    assert found["ways"][-1]["gpus"] == [1, 2]
+    assert found["recommended"]["max"] == 2
+
+
+def test_no_max_below_min_is_recommended():
+    """Submission refused the command that elastic-plan had printed."""
+    config = run_of(elastic__min=2, elastic__max=4)
+    found = forecast(there(("a", 0.0, 900.0)), 900.0, config, COSTS)
+    assert found["recommended"]["max"] == 2
+
+
 def test_the_command_says_what_it_lacks(tmp_path):
     config = tmp_path / "own.toml"
     config.write_text('[run]\nscheduler = "local"\ntask = "nowhere:Task"\n[train]\nepochs = 1\n')

@@ -185,6 +185,14 @@ def test_a_dry_run_says_so_and_fails(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_task_may_print_what_is_not_utf8(tmp_path):
+    """The submission ended in a traceback of its own."""
+    says = r"import os; os.write(1, b'caf\xe9\n'); os.write(2, b'\xe9'); "
+    path = write(tmp_path, "latin", model=says + GOOD["model"])
+    done = elastic("submit", path, "--dry-run", env=environment(tmp_path))
+    assert (done.returncode, "would start run latin" in done.stdout) == (0, True), done
+
+
 def test_files_for_validations_on_the_way_are_looked_for_before_they_are_due(tmp_path):
     """A worker would have found out after 500 steps, each time."""
     env = environment(tmp_path)

@@ -583,6 +583,52 @@ def test_the_line_for_the_crontab_is_one_where_a_folder_has_a_space(monkeypatch)
     assert shlex.split(installed.cron_line())[5:] == [f"{home}=/data/my state", *words]
 
 
+def test_what_jobs_and_cron_are_given_are_whole_paths(tmp_path, monkeypatch):
+    """A relative path passed the trial; all jobs failed, which start in another folder. Cron took
+    a % for the end of the line."""
+    monkeypatch.chdir(tmp_path)
+    for name, given, wanted in (
+        ("PYTHONPATH", "/lib:src::~/a", f"/lib:{tmp_path}/src::~/a"),
+        ("ELASTIC_PYTHON", "py/python3", f"{tmp_path}/py/python3"),
+        ("ELASTIC_PYTHON", "python3", "python3"),
+        ("SLURM_CONF", "slurm.conf", f"{tmp_path}/slurm.conf"),
+        ("ELASTIC_HOME_DIR", "100%", f"{tmp_path}/100%"),
+    ):
+        monkeypatch.setenv(name, given)
+        installed.tidy()
+        assert os.environ[name] == wanted
+    assert rf"ELASTIC_HOME_DIR={tmp_path}/100\% " in installed.cron_line()
+
+
+def test_a_terminal_that_says_0_columns_is_shown_something(env):
+    assert "no runs" in elastic("status", env=env | {"COLUMNS": "0"}).stdout
+
+
+def test_a_shell_with_a_cd_of_its_own_starts_the_commands(env):
+    """bin/elastic took what it printed for a path."""
+    talks = {"BASH_FUNC_cd%%": '() { echo "now in $1"; builtin cd "$1"; }'}
+    assert elastic("config", ROOT / "etc/demo.toml", env=env | talks).returncode == 0
+
+
+@pytest.mark.parametrize("where", ["run file", "ELASTIC_RUNS"])
+def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path, env, where):
+    """One left half a run behind, the other one a run whose masters all failed."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    config = (folder if where == "run file" else tmp_path) / "tiny.toml"
+    config.write_text('[run]\nscheduler = "local"\n[train]\nepochs = 1\n')
+    runs = {"ELASTIC_RUNS": os.fspath(folder)} if where == "ELASTIC_RUNS" else {}
+    done = elastic("submit", config, "--no-try", env=env | runs)
+    assert (done.returncode, "a name that is not UTF-8" in done.stderr) == (2, True), done
+
+
+def test_a_redis_server_is_named_so_that_masters_find_it(env):
+    """They start in another folder than the submission."""
+    named = "--set=redis.server=./rs"
+    done = elastic("submit", ROOT / "etc/demo.toml", "--dry-run", named, env=env)
+    assert (done.returncode, "a whole path" in done.stderr) == (2, True), done
+
+
 def test_json_has_no_number_that_is_none():
     given = {"a": [1.5, float("nan")], "b": (float("inf"), "nan"), "c": 3}
     assert shared.finite(given) == {"a": [1.5, None], "b": [None, "nan"], "c": 3}

@@ -425,6 +425,16 @@ def test_a_python_without_torch_is_named(quick, monkeypatch):
     assert bad() == {"torch": ("FAIL", "exit 1")}
 
 
+def test_a_python_that_greets_is_heard(tmp_path, monkeypatch):
+    """A site's sitecustomize prints a line: torch was not known."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho welcome\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "lib"))
+    assert "version" in doctor._torch()
+
+
 def test_a_crontab_without_the_line_is_named(quick, site):
     set_crontab(site.parent, "echo no crontab for me >&2; exit 1")
     assert bad() == {"cron": ("WARN", "elastic-reconcile is not in the crontab")}

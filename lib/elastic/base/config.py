@@ -270,6 +270,7 @@ def _not_whole(low: int, high: int, gpus: int, *_) -> str:
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str | Callable[..., str]], ...] = (
     (("run.name",), NAME.holds, f"run.name must be {NAME.rule}, is {{}}"),
+    (("run.folder",), TEXT.accepts, "the folder {} has a name that is not UTF-8"),
     (("elastic.min", "elastic.max"), lambda low, high: low <= high,
      "elastic.min ({}) is above elastic.max ({})"),
     (("elastic.max", "slurm.gpus_per_worker", "run.scheduler", "run.mode"),

@@ -27,6 +27,7 @@ _OF_A_SESSION = ("SSH_", "XDG_RUNTIME_DIR", "XDG_SESSION_", "XDG_SEAT", "XDG_VTN
 # ends with the job.
 _OF_ITS_STEP = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE",
                 "MASTER_ADDR", "MASTER_PORT", "TMPDIR")
+_PATHS = ("PYTHONPATH", "ELASTIC_PYTHON", "ELASTIC_HOME_DIR", "SLURM_CONF")
 _OF_A_RANK = ("NCCL_", "GLOO_", "OMP_NUM_THREADS")  # in a rank's shell: chosen for its node
 _OF_A_SHELL = ("STY", "WINDOW", "WINDOWID", "PWD", "OLDPWD", "SHLVL", "_")
 
@@ -39,6 +40,19 @@ def environment() -> dict[str, str]:
 def env(name: str, default: str | None = None) -> str | None:
     """One environment variable; an empty one counts as not set."""
     return os.environ.get(name) or default
+
+
+def tidy() -> None:
+    """Make this command's environment what jobs and cron, which start in other folders, can
+    be given: whole paths. (With 0 columns rich would print nothing.)"""
+    for name in filter(env, _PATHS):
+        parts = os.environ[name].split(":")
+        is_program = name == "ELASTIC_PYTHON"
+        is_whole = [p[:1] in ("", "/", "~") or (is_program and "/" not in p) for p in parts]
+        os.environ[name] = ":".join(part if whole else os.path.abspath(part)
+                                    for part, whole in zip(parts, is_whole, strict=True))
+    if not env("COLUMNS", "80").strip("0"):
+        del os.environ["COLUMNS"]
 
 
 def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -73,7 +87,8 @@ def cron_line() -> str:
     """The line for a user's crontab."""
     names = filter(env, ("ELASTIC_HOME_DIR", "ELASTIC_PYTHON"))  # cron has none of them
     given = "".join(f"{name}={shlex.quote(env(name))} " for name in names)
-    return f"*/2 * * * * {given}{shlex.quote(str(commands() / 'elastic-reconcile'))} --jitter"
+    line = f"*/2 * * * * {given}{shlex.quote(str(commands() / 'elastic-reconcile'))} --jitter"
+    return line.replace("%", r"\%")  # which cron takes for the end of a line
 
 
 def torch_program(name: str) -> list[str]:

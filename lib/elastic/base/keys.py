@@ -156,6 +156,7 @@ NAME = TEXT.like("letters, digits, '.', '_' and '-', at most 63, a letter or dig
 CLASS = TEXT.that_is('written "package.module:Class"', _names_a_class)
 SIGNAL = TEXT.that_is("TERM, INT, USR1 or USR2", ("TERM", "INT", "USR1", "USR2").__contains__)
 BIND = TEXT.that_is('"auto", an interface or the IPv4 address of one', _listens)
+PROGRAM = TEXT.like("the name of a program, or a whole path", "[^~/]*|/.*")
 BELOW = TEXT.like('relative, without ".." and "**"', r"(?!/)((?!\.\.|\*\*).)*")
 INTERVAL = TEXT.that_is('"auto", "N steps" or a duration ("10m")',
                         lambda value: value == "auto" or units.interval(value)[0] > 0)
@@ -209,7 +210,7 @@ KINDS = {
               "master_options": OPTIONS, "srun_options": LIST, "rank_prefix": LIST,
               "exclude": TEXT},
     "redis": {"url": URL, "bind": BIND, "port": INT.between(0, 65535), "maxmemory": ROOM,
-              "tls": IF_POSSIBLE, "server": TEXT},
+              "tls": IF_POSSIBLE, "server": PROGRAM},
     "local_scheduler": {"gpus": NATURAL, "grace": TIME},
     "plan": {"step": TIME, "flops": POSITIVE, "startup": TIME, "queue": TIME, "requeue": TIME,
              "notice": TIME, "leave": TIME, "save": TIME, "process": SIZE.above_zero(),

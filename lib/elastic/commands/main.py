@@ -15,6 +15,7 @@ import click
 
 from elastic import __version__
 from elastic.base.durable import PASSING, naming
+from elastic.base.environment import tidy
 from elastic.base.errors import ElasticError, Exit
 from elastic.commands import looking, runs
 from elastic.commands.lab import lab
@@ -58,6 +59,7 @@ def elastic():
 def main() -> None:
     for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed one is none
         stream.reconfigure(errors="replace")  # an 8-bit locale has no bars
+    tidy()
     elastic(prog_name="elastic")
 
 

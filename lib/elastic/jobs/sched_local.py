@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from signal import SIGTERM
 
@@ -121,8 +122,11 @@ class LocalScheduler:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        # Appended to, not cut to 0 bytes, which a full disk may refuse.
-        with open(self.state / "lock", "ab", opener=own) as file:
+        # Appended to, not cut to 0 bytes, which a full disk may refuse. Another user could
+        # hold what he may read.
+        with open(self.state / "lock", "ab", opener=partial(os.open, mode=0o600)) as file:
+            if os.fstat(file.fileno()).st_mode & 0o077:  # an older version made it
+                os.fchmod(file.fileno(), 0o600)
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

@@ -20,7 +20,7 @@ steps and deliveries cost, not by what its workers have shown. Only steps count 
 training: a delta on its way counts as waiting here, and as training in a run's own ledger.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import itemgetter
 from typing import Any
 
@@ -89,7 +89,10 @@ def forecast(trace: Trace, end: float, config, costs: Costs) -> dict:
     scripts."""
     _check(end, config, costs)
     nodes = Nodes(trace)
-    ways = ways_of(nodes, end, config, costs)
+    most = max(gpus for gpus, _ in nodes.spans(end))
+    limits = config.elastic
+    limits = replace(limits, max=max(limits.min, min(most, limits.max)))  # there are no others
+    ways = ways_of(nodes, end, replace(config, elastic=limits), costs)
     if not any(way["kept"] for way in ways):
         what = f"nothing could be trained in the {end:.0f} s of the trace"
         raise UsageError(what, "a longer trace, or smaller costs: section [plan]")
@@ -98,7 +101,6 @@ def forecast(trace: Trace, end: float, config, costs: Costs) -> dict:
         best = next(way for way in ways if way["mode"] == config.run.mode)
         why = f"run.command keeps its mode; as a task, {why}"
     taken = [change.at for change in trace if not change.gpus]
-    most = max(gpus for gpus, _ in nodes.spans(end))
     return {
         "trace": {"seconds": end, "nodes": len({change.node for change in trace}),
                   "most_gpus": most, "taken": len(taken), "moments": len(set(taken))},
@@ -107,7 +109,7 @@ def forecast(trace: Trace, end: float, config, costs: Costs) -> dict:
         "recommended": {
             "mode": best["mode"],
             "inner_steps": best["inner_steps"] or config.local_sgd.inner_steps,
-            "max": min(most, config.elastic.max),
+            "max": limits.max,
             "reason": why,
         },
     }

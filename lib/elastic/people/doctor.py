@@ -209,14 +209,15 @@ def _torch() -> dict[str, Any]:
     """What the child that imports torch says."""
     argv = [sys.executable, "-P", "-m", "elastic.people.doctor"]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
+        done = subprocess.run(argv, capture_output=True, errors="replace",
+                              timeout=TORCH_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         why = f"importing torch takes more than {TORCH_TIMEOUT_S:g} s"
         raise ElasticError(why, "put the venv on a faster filesystem") from None
     if done.returncode:
         why = (done.stderr.strip() or f"exit {done.returncode}").splitlines()[-1]
         raise ElasticError(why, f"try {sys.executable} -c 'import torch'")
-    return json.loads(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])  # a site's Python may greet
 
 
 def _save(config: Config, path, overrides, torch) -> estimate.Save | Unknown:

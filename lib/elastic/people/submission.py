@@ -66,7 +66,7 @@ def described(
     command = [*PATIENTLY, *torch_program("describe"), *how, str(config), "slurm.partition=any",
                *settings]
     try:
-        trial = subprocess.run(command, capture_output=True, text=True, timeout=TRY_S)
+        trial = subprocess.run(command, capture_output=True, errors="replace", timeout=TRY_S)
     except subprocess.TimeoutExpired:
         return None, f"it takes more than {TRY_S:g} s here"
     lines = trial.stderr.strip().splitlines()

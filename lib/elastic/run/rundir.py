@@ -41,7 +41,7 @@ from elastic.base.config import Config
 from elastic.base.durable import append_line, to_json, write_atomic
 from elastic.base.environment import registry_dir
 from elastic.base.errors import ElasticError, TryAgain, UsageError
-from elastic.base.keys import NAME
+from elastic.base.keys import NAME, TEXT
 from elastic.base.units import size
 from elastic.run.claims import Masters, Slots
 from elastic.run.commits import Commits
@@ -274,6 +274,9 @@ class RunDir:
 def place_of(root: Path, name: str) -> Path:
     """The path of a new run of that name. UsageError if the name is taken."""
     path, link = Path(root).resolve() / name, registry_dir() / "runs" / name
+    if not TEXT.accepts(str(path)):
+        what = f"the folder {str(root)!r} has a name that is not UTF-8"
+        raise UsageError(what, "set ELASTIC_RUNS to another one")
     if path.exists() or (link.is_symlink() and link.readlink() != path):
         where = path if path.exists() else Path(os.readlink(link))
         folder = where if where.exists() else link

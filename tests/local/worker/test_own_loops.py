@@ -439,7 +439,7 @@ def test_moments_come_back_in_the_memory_format_of_their_parameters(tmp_path: Pa
         model(batch).square().mean().backward()
         optimizer.step()
 
-    first, second = (torch.optim.AdamW(each.parameters(), 0.01, fused=True) for each in (one, other))
+    first, second = (torch.optim.AdamW(m.parameters(), 0.01, fused=True) for m in (one, other))
     step(one, first)
     other.load_state_dict(one.state_dict())
     entry = inner_state.save(run.slots.path(0), "inner-1.1", [first], 0)

@@ -35,7 +35,7 @@ OLDEST = (6, 0)
 # which costs the others one look.
 KNOWS_CHANNELS = (6, 2)
 START_S = 20.0
-HEARD = {"capture_output": True, "text": True}
+HEARD = {"capture_output": True, "errors": "replace"}
 # After which a connection is closed that is not subscribed; every client connects again.
 IDLE_S = 60
 # More than the ports of one address: so one machine alone keeps nobody out.
