@@ -24,7 +24,7 @@ from elastic.base import environment as installed
 from elastic.base.config import load
 from elastic.base.errors import Exit, UsageError
 from elastic.commands import looking, main, shared
-from elastic.people import steering
+from elastic.people import evaluation, steering
 from helpers import PATIENCE, ROOT, commit_of, elastic, elastic_here, environment, wait_until
 from running import TESTS
 from test_broken_tasks import tried
@@ -627,6 +627,17 @@ def test_a_redis_server_is_named_so_that_masters_find_it(env):
     named = "--set=redis.server=./rs"
     done = elastic("submit", ROOT / "etc/demo.toml", "--dry-run", named, env=env)
     assert (done.returncode, "a whole path" in done.stderr) == (2, True), done
+
+
+def test_json_is_all_that_evaluate_says_on_standard_output(env, monkeypatch, make_run):
+    """Also of a task that prints."""
+    def evaluated(_run, _version) -> dict:
+        print("validating")
+        return {"version": 1}
+
+    monkeypatch.setattr(evaluation, "evaluate", evaluated)
+    answer = call("evaluate", make_run().name, "--json", env={})
+    assert json.loads(answer.stdout) == {"version": 1}
 
 
 def test_json_has_no_number_that_is_none():

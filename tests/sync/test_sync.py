@@ -647,6 +647,14 @@ def test_a_validation_that_a_notice_ends_leaves_no_other_parameters(tmp_path, un
     assert told[0]["step"] == 60
 
 
+def test_a_score_is_the_same_on_the_way_and_at_the_end(tmp_path):
+    """In train.precision: evaluated in float32 it was another one."""
+    settings = {"train.precision": "bf16", "train.max_steps": 10, "train.validate_every": 10}
+    run = made(tmp_path, settings)
+    assert trainer_of(run).main() == Exit.OK
+    assert evaluate(run) == {"step": 10, **run.scores.read()[-1].values}
+
+
 def test_a_step_that_a_notice_ends_leaves_nothing_in_the_statistics(run, make_config):
     """What had begun of it comes again; its traces were in the checkpoint."""
     config = make_config("run.mode=sync", "run.task=tiny_task:Normed", "task.pace=''",

@@ -206,7 +206,8 @@ def evaluate(run: str, version: int | None, as_json: bool):
     """
     from elastic.people import evaluation
 
-    scores = evaluation.evaluate(rundir.find(run), version)
+    with contextlib.redirect_stdout(sys.stderr):  # the task may print
+        scores = evaluation.evaluate(rundir.find(run), version)
     show(as_json, scores, lambda each: "  ".join(f"{k} {v:.6g}" for k, v in each.items()))
 
 

@@ -30,6 +30,7 @@ from elastic.run.estimate import Model
 from elastic.saved.codec import CODECS
 from elastic.saved.layout import Layout
 from elastic.saved.replica import shapes
+from elastic.train.device import precision
 from elastic.train.loading import check
 from elastic.train.optimizers import optimizer_of
 from elastic.train.task import count_tokens, go_to, load_task
@@ -80,7 +81,11 @@ def attempt(config, task, numel: int, is_here: bool) -> tuple[str, int]:
         torch.manual_seed(config.run.seed)
         model = task.model().train()
         optimizer = optimizer_of(task, model, config.train)
-        _one_number(task.loss(model, batch)).backward()
+        with precision(config.train.precision, torch.device("cpu"))():
+            loss = task.loss(model, batch)
+        _one_number(loss).backward()
+        if any(p.grad is not None and p.grad.is_sparse for p in model.parameters()):
+            raise ElasticError("sparse gradients have no norm in torch", "leave sparse=True out")
         optimizer.step()
     except Exception as error:
         if not _is_lacking(error, is_here):

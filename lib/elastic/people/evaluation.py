@@ -19,7 +19,7 @@ from elastic.run.rundir import RunDir
 from elastic.saved import versions
 from elastic.saved.checkpoint import Saved, find_newest, reader_of
 from elastic.saved.replica import Replica
-from elastic.train.device import seed
+from elastic.train.device import precision, seed
 from elastic.train.group import Group
 from elastic.train.task import Task, load_task, score
 
@@ -68,7 +68,10 @@ def _task(run: RunDir) -> Iterator[tuple[Task, nn.Module]]:
     with contextlib.chdir(run.config().run.folder):
         task = load(run.config())
         seed(run.config().run.seed)  # as where it was trained: a random buffer, a random split
-        yield task, task.model().to("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = task.model().to(device)
+        with precision(run.config().train.precision, device)():  # as on the way
+            yield task, model
 
 
 def _refuse_program(config: Config) -> None:
