@@ -21,11 +21,11 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from signal import SIGKILL
 from statistics import mean, median
+from typing import NamedTuple
 
 from elastic.base.environment import elastic_home
 from elastic.base.errors import ElasticError, TryAgain, UsageError
@@ -51,8 +51,7 @@ HITS_ONE = ("kill-worker", "preempt", "hang-worker", "kill-node")
 HERE_ONLY = ("kill-redis", "hang-worker", "kill-node")
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """What was done, when, to whom, and the work that was at stake."""
 
     kind: str
@@ -61,8 +60,7 @@ class Fault:
     at_stake: tuple[Slot, ...]
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """What a fault cost. A time of inf: not yet, or never."""
 
     steps_lost: int

@@ -43,8 +43,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import redis
 from redis.backoff import NoBackoff
@@ -97,8 +96,7 @@ def _or_try_again(method: Callable) -> Callable:
     return wrapper
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """A worker's request for samples: `want` more, beside those it holds. `sequence`
     numbers it."""
 

@@ -9,7 +9,6 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -59,8 +58,7 @@ class Finding(NamedTuple):
     fix: str
 
 
-@dataclass(frozen=True)
-class Disk:
+class Disk(NamedTuple):
     """What the doctor found in the folder of runs."""
 
     folder: str

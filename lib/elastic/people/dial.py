@@ -18,7 +18,7 @@ import math
 import os
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -35,8 +35,7 @@ PROBE_BYTES = 64 << 20
 DIALLED = ("inner_steps", "compression", "overlap")  # keys of [local_sgd]
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A key, its value, and why it has that."""
 
     key: str

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic.base.errors import ElasticError
 from elastic.people import status
@@ -55,8 +55,7 @@ INCIDENTS = (
 )
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A version, or a step of sync mode, with the rate since the one before. A loss that
     is not known is NaN."""
 

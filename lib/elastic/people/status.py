@@ -20,10 +20,11 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import IntEnum
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from elastic.base.durable import PASSING
 from elastic.base.errors import ElasticError, TryAgain
@@ -52,16 +53,14 @@ MOST_ACTIONS = 3  # so many actions of the next pass are named
 # ---- what there is
 
 
-@dataclass(frozen=True)
-class Listing:
+class Listing(NamedTuple):
     """The jobs that a scheduler listed, or why it gave no answer."""
 
     listed: Sequence[Job] = ()
     trouble: str = ""
 
 
-@dataclass(frozen=True)
-class Crew:
+class Crew(NamedTuple):
     """A row for each worker (or rank), as `observe` has them, and words on all of them."""
 
     workers: Sequence[dict] = ()

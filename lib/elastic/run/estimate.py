@@ -11,6 +11,7 @@ whole. Without overlap the four follow each other, and workers stand still for t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic.base.units import size
 
@@ -48,16 +49,14 @@ class Rates:
     stepped: float = 0.6e9  # elements, per core
 
 
-@dataclass(frozen=True)
-class Save:
+class Save(NamedTuple):
     """What a job has to put on disk after a notice, and how much of that is its work."""
 
     work_bytes: float
     whole_bytes: float
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Seconds of a round's four parts."""
 
     deliver_s: float

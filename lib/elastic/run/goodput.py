@@ -18,7 +18,7 @@ and not yet given.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic.run.records import WANTED, Commit, Outcome
 from elastic.run.wording import EventKind
@@ -26,8 +26,7 @@ from elastic.run.wording import EventKind
 PARTS = ("training", "replay", "start-up", "waiting", "notice", "lost", "open")
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """A round of a worker, or a step of a trainer, that counts. Times are wall-clock
     seconds."""
 
@@ -44,8 +43,7 @@ class Work:
         return self.tokens * covered_s / max(self.stop - self.start, 1e-9)
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(NamedTuple):
     """A job that had GPUs. `outcome` is empty while it has them; `attempts` as in
     `Work`."""
 

@@ -13,15 +13,14 @@ One fragment at a time; nothing is held twice.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from elastic.saved.codec import TILE
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """One delta of a fragment in the mean, and the factor that it is multiplied by:
     weight times clip over total weight."""
 

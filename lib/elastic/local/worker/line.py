@@ -15,10 +15,10 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import inf
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from elastic.base.durable import STUCK_S, patiently, until_written
 from elastic.base.environment import env
@@ -38,8 +38,7 @@ UNSEEN_S = 120.0  # how long a filesystem may hide a version
 S, T = TypeVar("S", bound=Store), TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Who this process is: the agent says so in the environment."""
 
     run: RunDir
@@ -84,8 +83,7 @@ def _opened(path: str | None) -> int:
         raise ElasticError(what, hint) from None
 
 
-@dataclass(frozen=True)
-class News:
+class News(NamedTuple):
     """What the master last said."""
 
     version: int = -1
