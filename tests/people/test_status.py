@@ -21,7 +21,6 @@ from elastic.jobs.history import Job
 from elastic.jobs.sched import Elsewhere
 from elastic.people import status
 from elastic.people.metrics import prometheus
-from elastic.people.status import Depth
 from elastic.run import rundir
 from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.run.wording import unit
@@ -101,20 +100,20 @@ def lived(run: RunDir) -> RunDir:
     return RunDir(run.path)  # it has read nothing yet
 
 
-@pytest.mark.parametrize("depth", [Depth.WHOLE, Depth.ROW])
-def test_a_look_reads_each_file_of_a_run_once(runs, depth: Depth):
+@pytest.mark.parametrize("is_row", [False, True])
+def test_a_look_reads_each_file_of_a_run_once(runs, is_row: bool):
     """A later answer to the same question could be another one, and makes no sense beside it."""
     run = lived(runs[0])
     with reads_of(run) as reads:
-        status.observe_all([run, runs[1]] if depth == Depth.ROW else [run], depth)
+        status.observe_all([run, runs[1]] if is_row else [run], is_row)
     assert {name: count for name, count in reads.items() if count > 1} == {}
     always = {"run.toml", "control.json", "environment.json", "newest.json", "progress.json",
               "commits/000003.json"}
     whole = {"events.jsonl", "reconcile.json", "exit/run0.0.json", "commits/000000.json",
              "commits/000001.json", "commits/000002.json"}
-    wanted = always if depth == Depth.ROW else always | whole
+    wanted = always if is_row else always | whole
     assert {name for name in reads if reads[name]} >= wanted
-    assert depth != Depth.ROW or not {"events.jsonl", "reconcile.json"} & {*reads}
+    assert not is_row or not {"events.jsonl", "reconcile.json"} & {*reads}
 
 
 def test_what_the_next_pass_would_do_is_what_it_does(runs):
@@ -132,7 +131,7 @@ def test_what_the_next_pass_would_do_is_what_it_does(runs):
     assert stopped["summary"].endswith(f"; next: {to_go_on}")
 
 
-@pytest.mark.parametrize("depth", [Depth.WHOLE, Depth.ROW])
+@pytest.mark.parametrize("is_row", [False, True])
 @pytest.mark.parametrize(
     ("silence", "said"),
     [(TryAgain("squeue gave no answer", "later"),
@@ -141,7 +140,7 @@ def test_what_the_next_pass_would_do_is_what_it_does(runs):
       "this is cluster a, and the run's jobs are on b: ask there")],
 )
 def test_where_nobody_can_list_the_jobs_nobody_says_that_there_is_none(
-    runs, monkeypatch, silence, said, depth: Depth
+    runs, monkeypatch, silence, said, is_row: bool
 ):
     """A run that trains is not to look idle, nor a dashboard to count no GPU."""
     trains = runs[0]
@@ -160,12 +159,12 @@ def test_where_nobody_can_list_the_jobs_nobody_says_that_there_is_none(
     monkeypatch.setattr(status, "open_scheduler", lambda *_: SimpleNamespace(jobs=silent))
     for saved_ago_s, step in ((60, 45), (-60, 40)):  # the newer one counts
         path.write_text(json.dumps(saved | {"time": now - saved_ago_s}))
-        found = status.observe_all(runs, depth)
+        found = status.observe_all(runs, is_row)
         assert {(seen["state"], seen["gpus"]) for seen in found} == {("unknown", None)}
         assert all("no worker" not in seen["reason"] for seen in found)
         assert all(said in seen["reason"] for seen in found)
         assert (found[0]["version"], found[0]["tokens"]) == (step, 10 * step)
-        if depth != Depth.ROW:
+        if not is_row:
             assert found[0]["summary"].startswith(f"unknown: {said}")
             assert "elastic_gpus{" not in prometheus(found)
 
@@ -176,18 +175,18 @@ def test_of_many_runs_that_live_some_are_asked_and_of_the_others_jobs_are_counte
     with hanging_up(came) as endpoint:
         for run in runs:
             run.set_endpoint(endpoint)
-        *some, last = status.observe_all(runs, Depth.ROW)
+        *some, last = status.observe_all(runs, are_rows=True)
         assert len(came) >= len(some)
         runs[0].mark_done({"version": 1, "tokens": 1, "time": 0.0})
-        done, *others = status.observe_all(runs, Depth.ROW)
+        done, *others = status.observe_all(runs, are_rows=True)
     assert (last["run"], len(last["workers"]), last["asked"]) == (runs[-1].name, 1, False)
     assert last["reason"] == "1 job waits (PENDING)"
     assert done["state"] == "done"
     assert all(row["asked"] and "not reachable" in row["reason"] for row in (*some, *others))
 
 
-@pytest.mark.parametrize("depth", [Depth.WHOLE, Depth.ROW])
-def test_of_a_run_that_is_over_no_redis_is_asked(runs, monkeypatch, depth: Depth):
+@pytest.mark.parametrize("is_row", [False, True])
+def test_of_a_run_that_is_over_no_redis_is_asked(runs, monkeypatch, is_row: bool):
     """In a table, each would cost the seconds for which a silent one is waited for."""
     done, failed, stopped, leaving = runs[:4]
     done.mark_done({"reason": "nothing is left to train"})
@@ -205,14 +204,14 @@ def test_of_a_run_that_is_over_no_redis_is_asked(runs, monkeypatch, depth: Depth
     with hanging_up(came) as endpoint:
         for run in runs[:4]:
             run.set_endpoint(endpoint)
-        rows = status.observe_all(runs[:3], depth)
+        rows = status.observe_all(runs[:3], is_row)
         assert [row["state"] for row in rows] == ["done", "failed", "stopped"]
         assert (came, any(row["asked"] for row in rows)) == ([], False)
-        status.observe_all([leaving, done], depth)
+        status.observe_all([leaving, done], is_row)
         assert came
         came.clear()
         scheduler.jobs = silent  # who knows who is there
-        status.observe_all([stopped], depth)
+        status.observe_all([stopped], is_row)
         assert came
 
 
@@ -249,9 +248,9 @@ def test_a_run_counts_samples_where_its_task_counts_no_tokens():
     assert unit([], {"tokens": 6400, "samples": [40, 50]}) == unit([]) == "tokens"
 
 
-@pytest.mark.parametrize("depth", [Depth.WHOLE, Depth.ROW])
+@pytest.mark.parametrize("is_row", [False, True])
 @pytest.mark.parametrize("said", [37, 45])
-def test_where_no_trainer_works_the_newest_checkpoint_is_what_there_is(runs, depth, said: int):
+def test_where_no_trainer_works_the_newest_checkpoint_is_what_there_is(runs, is_row, said: int):
     """After a notice a step was saved that was told no more; of a kill, told and then lost."""
     run = runs[0]
     run.set_control(mode="sync")
@@ -263,9 +262,9 @@ def test_where_no_trainer_works_the_newest_checkpoint_is_what_there_is(runs, dep
             "cadence": "", "job_id": f"{run.name}.0"}
     for job_id, step, tokens, loss in (("x", 40, 400, 2.5), (told["job_id"], said, 10 * said, 3)):
         run.jobs.write_progress(told | {"job_id": job_id})
-        seen = status.observe_all(runs[:2], depth)[0]
+        seen = status.observe_all(runs[:2], is_row)[0]
         assert (seen["version"], seen["tokens"], seen["loss"]) == (step, tokens, loss)
-        assert depth == Depth.ROW or seen["tokens_goal"] == 999
+        assert is_row or seen["tokens_goal"] == 999
 
 
 def test_the_speed_is_not_that_of_a_night_for_which_the_run_was_stopped(runs, monkeypatch):
@@ -293,8 +292,8 @@ def test_the_speed_is_not_that_of_the_sync_mode_before(runs, monkeypatch):
     assert status.observe_all(runs[:1])[0]["tokens_per_s"] == pytest.approx(600 / 30)
 
 
-@pytest.mark.parametrize("depth", [Depth.WHOLE, Depth.ROW])
-def test_a_trainer_that_stands_still_is_not_said_to_train(runs, depth: Depth):
+@pytest.mark.parametrize("is_row", [False, True])
+def test_a_trainer_that_stands_still_is_not_said_to_train(runs, is_row: bool):
     run, ago_s = runs[0], 150.0
     run.set_control(mode="sync")
     told = {"base_version": 0, "step": 45, "tokens": 450, "total_tokens": 999, "loss": 2.0,
@@ -306,27 +305,27 @@ def test_a_trainer_that_stands_still_is_not_said_to_train(runs, depth: Depth):
         (0.1, "validating", 2, "validating", "every 9 s"),
     ):
         run.jobs.write_progress(told | {"seconds": step_s, "state": said})
-        seen = status.observe_all(runs[:2], depth)[0]
+        seen = status.observe_all(runs[:2], is_row)[0]
         assert {rank["state"] for rank in seen["workers"]} == {state}
         assert (seen["state"], seen["gpus"]) == ("running", gpus)
         assert (bool(seen["tokens_per_s"]), why in seen["reason"]) == (gpus > 0, True)
         assert "beat" not in seen["reason"]
         words = "training on 2" if gpus else "standing still, with 0"
         begins = f"{words} of 1..4 GPUs, step 45, loss 2.00"
-        assert depth == Depth.ROW or seen["summary"].startswith(begins)
-        assert depth == Depth.ROW or ("7 tokens/s" in seen["summary"]) == (gpus > 0)
+        assert is_row or seen["summary"].startswith(begins)
+        assert is_row or ("7 tokens/s" in seen["summary"]) == (gpus > 0)
 
 
 def test_a_damaged_run_does_not_hide_the_others(runs):
     (runs[0].path / "run.toml").write_text("no toml")
-    states = [row["state"] for row in status.observe_all(runs, Depth.ROW)]
+    states = [row["state"] for row in status.observe_all(runs, are_rows=True)]
     assert states == ["damaged"] + ["waiting"] * status.ASKED
     damaged, other = status.observe_all(runs[:2])
     assert damaged.keys() == other.keys()  # what scripts read
 
 
-@pytest.mark.parametrize("depth", [Depth.WHOLE, Depth.ROW])
-def test_a_trainer_before_its_first_step_is_said_to_start(runs, monkeypatch, depth: Depth):
+@pytest.mark.parametrize("is_row", [False, True])
+def test_a_trainer_before_its_first_step_is_said_to_start(runs, monkeypatch, is_row: bool):
     """Also one that follows another: what that said last are not its own steps."""
     run, job_id = runs[0], "4711"
     run.set_control(mode="sync")
@@ -344,16 +343,16 @@ def test_a_trainer_before_its_first_step_is_said_to_start(runs, monkeypatch, dep
             record = {"step": step, "writer": "a", "time": 1.0, "files": [], "world": 2, "extra": {
                 "base_version": 0, "tokens": 400, "samples": [], "deltas": []}}
             (run.path / "checkpoints/step-00000040.json").write_text(json.dumps(record))
-        seen = status.observe_all(runs[:2], depth)[0]
+        seen = status.observe_all(runs[:2], is_row)[0]
         assert (seen["state"], seen["gpus"], seen.get("tokens_per_s")) == ("running", 3, None)
         assert [rank["state"] for rank in seen["workers"]] == ["loading"] * 3
         assert "no worker" not in seen["reason"]
         assert (seen["version"] or 0, seen["tokens"]) == (step, 10 * step)
-        assert depth == Depth.ROW or seen["summary"].startswith("starting on 3 of 1..4 GPUs")
+        assert is_row or seen["summary"].startswith("starting on 3 of 1..4 GPUs")
     # Its own ranks have trained, and start again after a crash.
     run.jobs.write_progress(before | {"job_id": job_id})
     run.jobs.write_ending(job_id, {**who, "state": "training", "gpus": 3, "trouble": "no shard"})
-    seen = status.observe_all(runs[:2], depth)[0]
+    seen = status.observe_all(runs[:2], is_row)[0]
     assert [rank["state"] for rank in seen["workers"]] == ["loading"] * 3
     assert seen["trouble"] == "starting again after no shard"
 
@@ -364,7 +363,7 @@ def test_a_run_on_a_dead_server_does_not_hide_the_others(runs, monkeypatch):
         control.unlink()
         os.mkfifo(control)  # who reads it waits for ever
     monkeypatch.setattr(rundir, "LOOK_S", 0.5)
-    seen = {each["run"]: each for each in status.observe_all(rundir.registered(), Depth.ROW)}
+    seen = {each["run"]: each for each in status.observe_all(rundir.registered(), are_rows=True)}
     assert len(seen) == len(runs)
     for run in runs[:2]:
         hung = seen.pop(run.name)

@@ -58,8 +58,7 @@ def look(run: str | None, is_table: bool, within_s: float) -> dict | list[dict]:
     from elastic.people import status  # and with it redis
 
     runs = [rundir.find(run)] if run else rundir.registered()
-    depth = status.Depth.ROW if is_table else status.Depth.WHOLE
-    observed = status.observe_all(runs, depth, within_s, is_named=bool(run))
+    observed = status.observe_all(runs, is_table, within_s, is_named=bool(run))
     return observed[0] if run else observed
 
 

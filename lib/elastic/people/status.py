@@ -1,7 +1,7 @@
 """What is known about a run, as one dictionary: for people (views) and for scripts
 (--json).
 
-    Look       what there is of a run, each file read once, as far as a Depth wants it
+    Look       what there is of a run, each file read once; of a row of a table, less
     observe    all about the run, and `row` what a table of runs shows, from a Look
 
 Workers come from Redis when it answers, else from what the jobs wrote into the run
@@ -21,7 +21,6 @@ import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from enum import IntEnum
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +40,7 @@ from elastic.run.rundir import RunDir, check_answers
 from elastic.run.wording import EventKind, counted, one_line
 
 EVENTS, LOOKED_AT = 20, 300  # so many are shown, of so many read: most are no news
+VERSIONS = 60  # before the newest one, that are read of a run that is not a row of a table
 WINDOW = 10  # newest versions over which speed is measured
 NO_PASS_S = 360.0  # cron passes every two minutes, scrontab every five
 # A worker that says nothing of itself.
@@ -71,18 +71,12 @@ class Crew(NamedTuple):
     program: str = ""  # what run.command is at
 
 
-class Depth(IntEnum):
-    """How much is read of a run, as the number of versions before the newest one."""
-
-    ROW = 0  # what a table shows: nothing of the next pass
-    WHOLE = 60
-
-
 class Look:
     """All that was read of one run, each file once. `facts` is what a pass plans by.
-    `asks`: its Redis is asked, too."""
+    `is_row`: only what a table shows, nothing of the next pass. `asks`: its Redis is
+    asked, too."""
 
-    def __init__(self, run: RunDir, listing: Listing, depth: Depth, asks: bool = True):
+    def __init__(self, run: RunDir, listing: Listing, is_row: bool, asks: bool = True):
         self.now, self.trouble = time.time(), listing.trouble  # the scheduler's
         config, control = run.config(), run.control()
         ours = [job for job in listing.listed if job.run == run.name]
@@ -93,11 +87,10 @@ class Look:
         self.record = done or run.failed() or {}
         over = "done" if done else "failed" if self.record else ""
         closing = over or ("stopped" if control.state == "stopped" else "")
-        has_memory = depth > Depth.ROW
-        self.memory = reconcile.remembered(run, self.now) if has_memory else Memory(born=self.now)
+        self.memory = Memory(born=self.now) if is_row else reconcile.remembered(run, self.now)
         self.facts = facts = Facts(run.name, config, control, closing, before=self.memory,
                                    jobs=listed, ending=functools.cache(run.jobs.ending))
-        versions = range(max(0, last - depth), last + 1)
+        versions = range(max(0, last if is_row else last - VERSIONS), last + 1)
         self.commits = [*filter(None, map(run.commits.of, versions))]  # the newest ones
         self.newest = self.commits[-1] if self.commits else None
         # A run that is over has no master to ask. If its jobs are not known, it may have one.
@@ -167,11 +160,12 @@ def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> L
 # ---- one run, or many
 
 
-def observe_all(runs: Sequence[RunDir], depth: Depth = Depth.WHOLE, within_s: float = 0.0,
+def observe_all(runs: Sequence[RunDir], are_rows: bool = False, within_s: float = 0.0,
                 is_named: bool = False) -> list[dict]:
-    """`observe` of every run (for a table, `row`), with one question per scheduler, or
-    its answer of `within_s` ago. If a run cannot be read, its row says so; an error is
-    raised only if the user named the run (`is_named`), or if no filesystem answers."""
+    """`observe` of every run (`row`, if they `are_rows` of a table), with one question per
+    scheduler, or its answer of `within_s` ago. If a run cannot be read, its row says so;
+    an error is raised only if the user named the run (`is_named`), or if no filesystem
+    answers."""
     listings: dict[tuple[str, str], Listing] = {}
     observations = []
     trouble, asked = None, 0
@@ -182,8 +176,8 @@ def observe_all(runs: Sequence[RunDir], depth: Depth = Depth.WHOLE, within_s: fl
             cluster = cluster_of(run.config().run.scheduler, environment)
             if cluster not in listings:
                 listings[cluster] = ask(run, environment, within_s)
-            if depth == Depth.ROW:
-                look = Look(run, listings[cluster], depth, asks=asked < ASKED)
+            if are_rows:
+                look = Look(run, listings[cluster], is_row=True, asks=asked < ASKED)
                 asked += not look.facts.closing
                 observations.append(row(look))
             else:
@@ -230,7 +224,7 @@ def row(look: Look) -> dict:
 
 def observe(run: RunDir, listing: Listing | None = None) -> dict:
     """All about one run. Raises ElasticError only if its directory is damaged."""
-    look = Look(run, listing or ask(run, run.environment()), Depth.WHOLE)
+    look = Look(run, listing or ask(run, run.environment()), is_row=False)
     events, scores = run.events(last=LOOKED_AT), run.scores.read(last=LOOKED_AT)
     brief, upcoming, newest = row(look), _upcoming(look), look.newest
     is_sync, is_running = _is_sync(look.facts), brief["state"] == "running"
