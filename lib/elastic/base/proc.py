@@ -32,19 +32,18 @@ class Process(NamedTuple):
     start: str
 
     @classmethod
-    def parse(cls, stat: str) -> "Process":
-        before, after = stat.rsplit(")", 1)  # the name before it may hold anything
-        fields = after.split()
-        return cls(int(before.split()[0]), int(fields[1]), fields[19])
-
-    @classmethod
     def of(cls, pid: int) -> "Process | None":
         """The process `pid` if it lives. A zombie does not live, unless it has threads
         left: they still hold its files and sockets."""
         stat = read(f"/proc/{pid}/stat")
-        state, *fields = stat.rpartition(")")[2].split() or ["X"]
+        state, *fields = fields_of(stat) or ["X"]
         is_gone = state == "X" or (state == "Z" and fields[16] == "1")
-        return None if is_gone else cls.parse(stat)
+        return None if is_gone else cls(pid, int(fields[0]), fields[18])
+
+
+def fields_of(stat: str) -> list[str]:
+    """What a line of /proc/PID/stat has after the name, which may hold anything."""
+    return stat.rpartition(")")[2].split()
 
 
 def families(mark: str, folder: Path, job_id: str = "") -> dict[str, set[int]]:

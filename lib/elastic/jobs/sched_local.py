@@ -269,8 +269,8 @@ class LocalScheduler:
             time.sleep(POLL_S)
         if claim in ("", NEVER.decode()):
             return None
-        then, now = proc.Process.parse(claim), proc.Process.of(int(claim.split()[0]))
-        return now if now and now.start == then.start else None
+        now = proc.Process.of(int(claim.split()[0]))
+        return now if now and now.start == proc.fields_of(claim)[19] else None
 
 
 def _read(path: Path) -> str:
