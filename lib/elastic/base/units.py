@@ -1,6 +1,6 @@
 """Numbers with their units, as people read and write them. Pure."""
 
-import math
+import json
 import re
 from typing import Any
 
@@ -31,9 +31,6 @@ def interval(setting: str) -> tuple[float, str]:
 
 
 def finite(data: Any) -> Any:
-    """The same data, with None for every number that is not finite: JSON has none."""
-    if isinstance(data, dict):
-        return {name: finite(value) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
+    """The same data as JSON reads it back, with None for every number that is not finite:
+    JSON has none."""
+    return json.loads(json.dumps(data), parse_constant=lambda _: None)
