@@ -197,10 +197,10 @@ class Replica:
         constant = self._constant.get(name)
         return by if constant is None else by.masked_fill_(constant.to(by.device), 0.0)
 
-    def empty(self, index: int) -> torch.Tensor:
+    def empty(self, index: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Room for the values of a published fragment."""
         dtype = torch.float32 if self.layout.has_buffers(index) else torch.bfloat16
-        return torch.empty(self.layout.numels[index], dtype=dtype)
+        return torch.empty(self.layout.numels[index], dtype=dtype, device=device)
 
     @torch.no_grad()
     def whole(self, index: int) -> torch.Tensor:

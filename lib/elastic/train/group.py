@@ -123,12 +123,8 @@ class Group:
 
     def hand_out(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """The `source` rank's tensor, on every rank; the others bring one of its shape
-        and type."""
-        if self.rank == source:
-            there = tensor.to(self.device)
-        else:
-            there = torch.empty_like(tensor, device=self.device)
-        dist.broadcast(there, src=source)
+        and type, which may be overwritten."""
+        dist.broadcast(there := tensor.to(self.device), src=source)
         return there
 
     def sum(self, *numbers: float) -> list[float]:

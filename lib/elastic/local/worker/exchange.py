@@ -78,8 +78,8 @@ class Exchange:
         indices = filter(self._is_mine, self._indices)
         self.group.all_do(lambda: own.update({index: read(index) for index in indices}))
         for index in self._indices:
-            values = own.pop(index) if index in own else self.replica.empty(index)
-            self.replica.adopt(index, self.group.hand_out(values, index % self.group.world))
+            data = own.pop(index) if index in own else self.replica.empty(index, self.group.device)
+            self.replica.adopt(index, self.group.hand_out(data, index % self.group.world))
 
     def rebase(self, deltas: list, fetched: list[torch.Tensor]) -> None:
         """Set the replica to a version's fragments, with the steps that were done since
