@@ -19,7 +19,6 @@ from elastic.base.durable import write_atomic
 from elastic.base.environment import env
 from elastic.base.signals import Notice
 from elastic.train.device import join, precision, shard
-from elastic.train.group import Group
 from elastic.train.optimizers import default_optimizer
 
 STEPS, WIDTH, SAMPLES = 20, 512, 8
@@ -40,24 +39,16 @@ def run(notice: Notice) -> int:
     for step in itertools.count():
         with autocast():
             loss = model(torch.randn(SAMPLES, WIDTH, device=group.device)).square().mean()
-        if not _goes_on(loss, optimizer, group, notice):
-            break
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if group.sum(bool(notice)) != [0]:
+            break  # all ranks hear the same
         began = began or time.perf_counter()  # without what happens once
         if step == STEPS:
             ms = 1000 * (time.perf_counter() - began) / STEPS
-            _say(rank, f"trains: {ms:.0f} ms a step on {group.device.type}")
+            words = f"trains: {ms:.0f} ms a step on {group.device.type}"
+            print(f"rank {rank} {words}", file=sys.stderr, flush=True)
     write_atomic(folder / f"saved-{rank}", str(step).encode())
-    _say(rank, "has saved its last step")
+    print(f"rank {rank} has saved its last step", file=sys.stderr, flush=True)
     return 0
-
-
-def _goes_on(loss: torch.Tensor, optimizer, group: Group, notice: Notice) -> bool:
-    """Take a step; True if no rank has had a notice. All ranks hear the same."""
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return group.sum(bool(notice)) == [0]
-
-
-def _say(rank: int, words: str) -> None:
-    print(f"rank {rank} {words}", file=sys.stderr, flush=True)
