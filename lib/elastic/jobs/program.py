@@ -86,9 +86,11 @@ class Program:
         self.record("ended", **asdict(end), code=code, **fields)
         return code
 
-    def mark(self, rank: str) -> dict[str, str]:
-        """The environment by which `family` knows the processes of a rank."""
-        return {MARK: f"{self.run.path}:{self.job_id}.{self.attempt}.{rank}"}
+    def variables(self, rank: str, notice_s: float | None) -> dict[str, str]:
+        """What a rank finds in its environment; by MARK `family` knows its processes."""
+        return {MARK: f"{self.run.path}:{self.job_id}.{self.attempt}.{rank}",
+                "ELASTIC_RUN_DIR": str(self.run.path), "ELASTIC_JOB_ID": self.job_id,
+                "ELASTIC_ATTEMPT": str(self.attempt), "ELASTIC_NOTICE_S": str(notice_s or "")}
 
     def family(self, *ranks: str) -> set[int]:
         """All processes of these ranks (none given: of all ranks) on this node, also those

@@ -176,7 +176,8 @@ class Launcher:
         meeting = self._meet()
         self.gpus = len(self._nodes) * gpus_per_node
         self._record()
-        shared = self._environment() | meeting
+        shared = self.program.variables("", notice_here(config)) | meeting
+        shared["ELASTIC_STARTED"] = str(time.time())
         program = [str(elastic_home() / "sbatch/rank.sh"), *config.slurm.rank_prefix]
         if not config.run.command:
             command = [*program, *torch_program("trainer"), str(self.run.path)]
@@ -209,13 +210,6 @@ class Launcher:
             file = f"/proc/{os.getpid()}/fd/{self._rendezvous.fileno()}"
             places = {"ELASTIC_RENDEZVOUS": file, "ELASTIC_KEEPALIVE": ""}
         return {**places, "MASTER_ADDR": address, "MASTER_PORT": str(free_port(address))}
-
-    def _environment(self) -> dict[str, str]:
-        """What every rank finds in its environment, beside the place where they meet."""
-        return {**self.program.mark(""), "ELASTIC_ATTEMPT": str(self.program.attempt),
-                "ELASTIC_JOB_ID": self.program.job_id,
-                "ELASTIC_STARTED": str(time.time()), "ELASTIC_RUN_DIR": str(self.run.path),
-                "ELASTIC_NOTICE_S": str(notice_here(self.config) or "")}
 
     def _values(self, resume: str, gpus_per_node: int, meeting: dict[str, str]) -> dict[str, str]:
         """The values of the placeholders in run.command, which it also finds in its

@@ -305,10 +305,8 @@ class Agent:
         # users of its own a process may not open another one's, but has inherited them.
         places = f"/proc/{os.getpid()}/fd/"
         shared = {
-            "ELASTIC_RUN_DIR": str(program.run.path), "ELASTIC_SLOT": str(program.slot),
-            "ELASTIC_ATTEMPT": str(program.attempt), "ELASTIC_JOB_ID": program.job_id,
-            "ELASTIC_PROGRESS": f"{places}{writer}", "WORLD_SIZE": str(ranks),
-            "ELASTIC_NOTICE_S": str(self.notice.window_s), "GLOO_SOCKET_IFNAME": "lo",
+            "ELASTIC_SLOT": str(program.slot), "WORLD_SIZE": str(ranks),
+            "ELASTIC_PROGRESS": f"{places}{writer}", "GLOO_SOCKET_IFNAME": "lo",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
             "ELASTIC_RENDEZVOUS": f"{places}{rendezvous}",
         }
@@ -323,7 +321,7 @@ class Agent:
         words = expand(self.config.run.command, names) or torch_program("worker")
         folder = self.config.run.folder if self.config.run.command else None
         command = [*self.config.slurm.rank_prefix, *words]
-        given = {**shared, **own, **program.mark(str(rank))}
+        given = {**shared, **own, **program.variables(str(rank), self.notice.window_s)}
         return start_rank(command, given, folder, self._sharers(), pass_fds=files)
 
     def _sharers(self) -> int:
