@@ -265,14 +265,12 @@ def find_newest(run: RunDir, group: Group, base: int = 0) -> tuple[Saved | None,
         saved = restored(Saved, record) if record else None
         try:
             reason = reason or _damage_by_all(run, group, saved)
+            if not reason:
+                return saved, reasons, damaged
+            damaged.add(step)
         except TryAgain as silence:  # for minutes; it may be sound, and stays
-            silent = silence
-            reasons.append(f"step {step}: {silence.what}")
-            continue
-        if not reason:
-            return saved, reasons, damaged
+            silent, reason = silence, silence.what
         reasons.append(f"step {step}: {reason}")
-        damaged.add(step)
     if silent:
         raise silent
     return None, reasons, damaged
