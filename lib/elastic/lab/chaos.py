@@ -79,18 +79,19 @@ def schedule(kinds: Sequence[str], every_s: float, for_s: float, draw) -> list:
 
 
 def cost_of(fault: Fault, commits: Iterable[Commit]) -> Cost:
-    after = [commit for commit in commits if commit.time > fault.time]
-    deltas = [(commit.time, delta) for commit in after for delta in commit.deltas
-              if delta.base is not None]
-    saved = {(delta.slot, delta.attempt, delta.base) for _, delta in deltas}
-    lost = sum(s.step for s in fault.at_stake if (s.slot, s.attempt, s.version) not in saved)
-    again = [
-        # When work of the slot was committed that it began after the fault.
-        min((at for at, d in deltas if d.slot == s.slot and d.base > s.version), default=inf)
-        for s in fault.at_stake
-    ]
-    next_s = after[0].time - fault.time if after else inf
-    return Cost(lost, next_s, max(again, default=fault.time) - fault.time)
+    later = [commit for commit in commits if commit.time > fault.time]
+    trained = [(commit.time - fault.time, delta) for commit in later for delta in commit.deltas
+               if delta.base is not None]
+    kept = {(delta.slot, delta.attempt, delta.base) for _, delta in trained}
+    lost = sum(w.step for w in fault.at_stake if (w.slot, w.attempt, w.version) not in kept)
+
+    def back_s(worker: Slot) -> float:
+        """Until work of its slot was committed that it began after the fault."""
+        return min((after_s for after_s, delta in trained
+                    if delta.slot == worker.slot and delta.base > worker.version), default=inf)
+
+    next_s = later[0].time - fault.time if later else inf
+    return Cost(lost, next_s, max(map(back_s, fault.at_stake), default=0.0))
 
 
 def by_kind(faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work],
