@@ -191,9 +191,8 @@ def _doing(seen: Mapping[str, Any]) -> str:
     """What the workers do, if they all do the same; else those that train count."""
     states = {"failing" if each.get("trouble") else each["state"] for each in seen["workers"]}
     words = {"unknown": "nobody says how it goes, on", "loading": "starting on",
-             "failing": "failing on", "stalled": "standing still, with"}
-    usual = "training on" if states else "waiting, with"
-    return words.get(min(states), usual) if len(states) == 1 else usual
+             "failing": "failing on", "stalled": "standing still, with", "": "waiting, with"}
+    return words.get(", ".join(states), "training on")
 
 
 def _progress(seen: Mapping[str, Any]) -> list[str]:
