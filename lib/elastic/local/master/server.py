@@ -133,10 +133,9 @@ class Server:
         """Set `has_doubts` if leases have lapsed while Redis answered nobody, or as its
         clock was put back: that says nothing of their workers."""
         before, self._looked_at = self._looked_at, now
-        health = self.config.health
-        is_back = now < before
-        if not is_back and self.now() - before <= health.lease_s - health.heartbeat_s:
-            return
+        answers_s = self.config.health.lease_s - self.config.health.heartbeat_s
+        if before <= now and self.now() - before <= answers_s:
+            return  # Redis has answered all the time, and its clock went on
         for slot, known in self.workers.items():
             lease = slots.get(slot)
             has_claimed = lease and lease.attempt == known.attempt and lease.joined > before
