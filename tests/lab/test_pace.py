@@ -129,7 +129,7 @@ class Uneven:
         if self._merged < inf or not (self._offers or self._round.accepted):
             return
         for header in self._offers:
-            if self._round.hear(header)[0].verdict is rounds.Verdict.ACCEPT:
+            if not (self._round.hear(header)[0] or header.is_pass):
                 self._round.accept(Checked(header), self.now)
         self._offers.clear()
         there = {slot: Claim(joined, 1) for slot, joined in self._joined.items()

@@ -18,11 +18,10 @@ from elastic.local.master.open_round import Checked, OpenRound
 from elastic.local.rounds import (
     MEMORY_ROUNDS,
     Facts,
-    Judgement,
     Move,
+    Refusal,
     Rule,
     Running,
-    Verdict,
     View,
 )
 from elastic.run import membership
@@ -50,19 +49,19 @@ def header(slot=1, **changes):
 
 
 def test_a_whole_delta_on_this_version_is_accepted():
-    judged = rounds.judge(HEADER, FACTS, (), "")
-    assert judged == Judgement(Verdict.ACCEPT, "640 tokens in 20 steps")
+    assert rounds.judge(HEADER, FACTS, (), "") is None
+    assert not HEADER.is_pass
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_a_delta_that_is_late_by_up_to_max_staleness_is_accepted(late):
-    assert rounds.judge(HEADER, replace(FACTS, version=7 + late), (), "").verdict is Verdict.ACCEPT
+    assert rounds.judge(HEADER, replace(FACTS, version=7 + late), (), "") is None
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
 def test_what_an_earlier_attempt_delivered_before_it_left_counts(attempt):
     """The store refuses offers of a fenced attempt; what it took before that is good work."""
-    assert rounds.judge(header(attempt=attempt), FACTS, (), "").verdict is Verdict.ACCEPT
+    assert rounds.judge(header(attempt=attempt), FACTS, (), "") is None
 
 
 REJECTIONS = [
@@ -85,16 +84,15 @@ REJECTIONS = [
     ("bad", "facts", "refused", "reason"), REJECTIONS, ids=[case[3] for case in REJECTIONS]
 )
 def test_a_delta_is_rejected_with_its_reason(bad, facts, refused, reason):
-    judged = rounds.judge(bad, facts, (), refused)
-    assert judged.verdict is Verdict.REJECT
-    assert judged.reason.startswith(reason)
-    assert judged.rule == reason.partition(":")[0]
+    why = rounds.judge(bad, facts, (), refused)
+    assert why.reason.startswith(reason)
+    assert why.rule == reason.partition(":")[0]
 
 
 def test_a_delta_that_was_judged_before_is_rejected():
-    judged = rounds.judge(HEADER, FACTS, {(1, 2, 7)}, "")
-    assert (judged.rule, judged.verdict) == (Rule.DUPLICATE, Verdict.REJECT)
-    assert judged.reason.startswith("duplicate: slot 1")
+    why = rounds.judge(HEADER, FACTS, {(1, 2, 7)}, "")
+    assert why.rule is Rule.DUPLICATE
+    assert why.reason.startswith("duplicate: slot 1")
 
 
 BOUND = replace(FACTS, most_steps=20, most_samples=32)
@@ -107,11 +105,10 @@ TOO_MUCH = [
 
 @pytest.mark.parametrize(("changes", "reason"), TOO_MUCH)
 def test_a_delta_has_samples_and_steps_and_no_more_than_a_round_has(changes, reason):
-    assert rounds.judge(HEADER, BOUND, (), "").verdict is Verdict.ACCEPT
-    judged = rounds.judge(header(**changes), BOUND, (), "")
-    assert judged.verdict is Verdict.REJECT
-    assert judged.reason.startswith(reason)
-    assert judged.rule == reason.partition(":")[0]
+    assert rounds.judge(HEADER, BOUND, (), "") is None
+    why = rounds.judge(header(**changes), BOUND, (), "")
+    assert why.reason.startswith(reason)
+    assert why.rule == reason.partition(":")[0]
 
 
 def test_tokens_count_as_far_as_the_samples_can_hold_them():
@@ -131,12 +128,13 @@ def test_words_of_a_header_are_short_and_printable(name, value):
 
 @pytest.mark.parametrize("nothing", [{"tokens": 0}, {"steps": 0}, {"steps": 0, "fragments": ()}])
 def test_a_worker_without_steps_has_answered_and_gives_nothing(nothing):
-    assert rounds.judge(header(**nothing), FACTS, (), "").verdict is Verdict.PASS
+    assert rounds.judge(header(**nothing), FACTS, (), "") is None
+    assert header(**nothing).is_pass
 
 
 def test_a_worker_without_steps_is_still_judged_by_where_it_stands():
-    assert rounds.judge(header(tokens=0, run="b"), FACTS, (), "").verdict is Verdict.REJECT
-    assert rounds.judge(header(tokens=0, base=1), FACTS, (), "").verdict is Verdict.REJECT
+    assert rounds.judge(header(tokens=0, run="b"), FACTS, (), "").rule is Rule.OTHER_RUN
+    assert rounds.judge(header(tokens=0, base=1), FACTS, (), "").rule is Rule.STALE
 
 
 # ---- an open round ------------------------------------------------------------------------------
@@ -157,18 +155,18 @@ def opened(**commit) -> OpenRound:
     return OpenRound(replace(COMMIT, **commit), 100.0, True, Ledger(1000, 1), facts, LOCAL_SGD, {})
 
 
-def offered(round_: OpenRound, **changes) -> Judgement:
+def offered(round_: OpenRound, **changes) -> Refusal | None:
     one = header(**changes)
     body = json.dumps(asdict(one)).encode()
-    judged, _ = round_.read(one.base, f"{one.slot}:{one.attempt}", body)
-    if judged.verdict is Verdict.ACCEPT:
+    why, told = round_.read(one.base, f"{one.slot}:{one.attempt}", body)
+    if not (why or told.is_pass):
         round_.accept(Checked(one, 1.5), 110.0)
-    return judged
+    return why
 
 
 def test_a_round_goes_from_its_offers_to_its_commit_and_the_round_after():
     round_ = opened()
-    assert offered(round_).verdict is Verdict.ACCEPT
+    assert offered(round_) is None
     assert offered(round_).rule is Rule.DUPLICATE
     assert offered(round_, slot=4).rule is Rule.SAMPLES
     commit, [(_, factor)], reverts = round_.close(True, 3, 120.0)
@@ -198,8 +196,8 @@ def test_two_deltas_of_an_attempt_both_count_though_one_is_late():
     """Who joins as a round closes delivers to the next one, and then again: on other samples, from
     another base. As two workers would have done."""
     round_ = opened()
-    assert offered(round_, base=6, samples=((0, 32, 64),)).verdict is Verdict.ACCEPT
-    assert offered(round_).verdict is Verdict.ACCEPT
+    assert offered(round_, base=6, samples=((0, 32, 64),)) is None
+    assert offered(round_) is None
     commit, parts, _ = round_.close(True, 3, 120.0)
     assert [(delta.slot, delta.base) for delta in commit.deltas] == [(1, 6), (1, 7)]
     assert [factor for _, factor in parts] == pytest.approx([0.8 / 1.8, 1 / 1.8])
@@ -296,10 +294,8 @@ def test_whatever_comes_is_refused_or_can_be_judged(data):
         parsed = Header.from_json(json.loads(text))
     except ValueError:
         return
-    judged = rounds.judge(parsed, FACTS, (), "")
-    assert isinstance(judged.verdict, Verdict)
-    assert judged.reason
-    assert (judged.rule is None) == (judged.verdict is not Verdict.REJECT)
+    why = rounds.judge(parsed, FACTS, (), "")
+    assert why is None or why.reason.startswith(f"{why.rule}: ")
     if not math.isnan(parsed.loss) and not math.isnan(parsed.first_loss):
         assert Header.from_json(json.loads(json.dumps(asdict(parsed)))) == parsed
 

@@ -26,7 +26,7 @@ from elastic.local.master import averaging, journal, master, server
 from elastic.local.master.averaging import Averager
 from elastic.local.master.master import Master
 from elastic.local.master.open_round import Checked, Part
-from elastic.local.rounds import Rule, refusal
+from elastic.local.rounds import Rule
 from elastic.local.store import Store
 from elastic.local.transport import Damaged
 from elastic.local.worker import adopt, agent, deliver, in_hand, line, local_sgd
@@ -49,7 +49,6 @@ QUIET_TURNS = 8  # after which nothing of what went wrong is left
 MOST_TURNS = 120  # of everybody, until the run is done
 TURN_S = 1.5
 LATE_S = 20.0  # that a master may see names late, as where NFS remembers that they were not there
-OTHER_BYTES = refusal(Rule.ALTERED, "other bytes")
 LAYOUT = SimpleNamespace(hash="abc", fragments=[0])
 CONFIG = SimpleNamespace(
     run=SimpleNamespace(seed=1, scheduler="local"),
@@ -270,13 +269,13 @@ class MemoryAverager(Averager):
 
     def check(self, header: Header) -> Checked:
         self.run.world.edge("read a delta")
-        whole = self.run.world.bytes.get(header.key) == header.fragments[0].xxh3
-        return Checked(header, 1.0, None if whole else OTHER_BYTES)
+        if self.run.world.bytes.get(header.key) != header.fragments[0].xxh3:
+            raise Damaged(header.key, Rule.ALTERED, "other bytes")
+        return Checked(header, 1.0)
 
     def advance(self, commit: Commit, parts: list[Part], draft) -> tuple:
         for header, _ in parts:
-            if self.check(header).refused:
-                raise Damaged(header.key, Rule.ALTERED, "other bytes")
+            self.check(header)
         self.run.world.edge("write a version")
         if self.run.world.full:
             raise OSError(28, "No space left on device")

@@ -26,7 +26,7 @@ from elastic.local.master.master import Master
 from elastic.local.master.open_round import Checked, OpenRound
 from elastic.local.master.samples import Samples
 from elastic.local.master.server import Server
-from elastic.local.rounds import Facts, Judgement, Rule, Verdict
+from elastic.local.rounds import Facts, Rule
 from elastic.local.store import Ask
 from elastic.run.ledger import Ledger, Ranges
 from elastic.run.rundir import Endpoint
@@ -327,8 +327,8 @@ def judge_without(rule: Rule):
     judge = rounds.judge
 
     def broken(*what):
-        judged = judge(*what)
-        return Judgement(Verdict.ACCEPT, "it looks good") if judged.rule is rule else judged
+        why = judge(*what)
+        return None if why and why.rule is rule else why
 
     return {(rounds, "judge"): broken}
 

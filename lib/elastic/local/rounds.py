@@ -1,7 +1,7 @@
 """A round: the work that turns version v into v+1. All of its decisions, none of its I/O.
 Pure.
 
-    judge(header, ...)       may this delta be merged?        -> verdict, reason, rule
+    judge(header, ...)       may this delta be merged?        -> None, or the Refusal
     decide(view, now)        wait, call, or close the round?  -> Move with its reason
     weights(moves, version)  how much does each delta weigh?
     clips(moves, ...)        how much of each is merged, if it is too long?
@@ -27,6 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from statistics import median
+from typing import NamedTuple
 
 from elastic.run.ledger import Key, count
 from elastic.run.records import Commit, Delta, Header, Measured, restored
@@ -167,12 +168,6 @@ def canary(loss: float, running: Running, most_rise: float) -> str:
 # ---- may this delta be merged? ---------------------------------------------------------
 
 
-class Verdict(Enum):
-    ACCEPT = "accept"
-    PASS = "pass"  # the worker answered, and has nothing to give
-    REJECT = "reject"
-
-
 class Rule(StrEnum):
     """The rule that a delta breaks which is not merged. It is the first word of the
     reason that people read."""
@@ -191,17 +186,15 @@ class Rule(StrEnum):
     UNREADABLE = "unreadable"
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """What is done with a delta, and why."""
+class Refusal(NamedTuple):
+    """Why a delta is not merged: the rule that it breaks, and words for people."""
 
-    verdict: Verdict
+    rule: Rule
     reason: str
-    rule: Rule | None = None  # the broken rule of a delta that is rejected
 
 
-def refusal(rule: Rule, what: str) -> Judgement:
-    return Judgement(Verdict.REJECT, f"{rule}: {what}", rule)
+def refusal(rule: Rule, what: str) -> Refusal:
+    return Refusal(rule, f"{rule}: {what}")
 
 
 @dataclass(frozen=True)
@@ -230,8 +223,8 @@ def credited(header: Header, tokens_per_sample: float) -> Header:
     return replace(header, tokens=min(header.tokens, tokens))
 
 
-def judge(header: Header, facts: Facts, judged: Collection[Key], refused: str) -> Judgement:
-    """Accept, pass or reject a delta by its header alone.
+def judge(header: Header, facts: Facts, judged: Collection[Key], refused: str) -> Refusal | None:
+    """Why a delta is not merged, by its header alone; None: it is good so far.
 
     `judged`: the keys of those that were accepted before. `refused`: why the ledger
     refuses the header's samples, or "".
@@ -259,13 +252,8 @@ def judge(header: Header, facts: Facts, judged: Collection[Key], refused: str) -
         (not math.isfinite(losses), Rule.NON_FINITE, f"the loss is {losses}"),
         (bool(refused), Rule.SAMPLES, refused),
     ]
-    has_nothing = header.tokens == 0 or steps == 0
-    for is_broken, rule, what in is_foreign if has_nothing else is_foreign + is_unfit:
-        if is_broken:
-            return refusal(rule, what)
-    if has_nothing:
-        return Judgement(Verdict.PASS, "no steps to give")
-    return Judgement(Verdict.ACCEPT, f"{header.tokens} tokens in {steps} steps")
+    rules = is_foreign if header.is_pass else is_foreign + is_unfit
+    return next((refusal(rule, what) for is_broken, rule, what in rules if is_broken), None)
 
 
 # ---- wait, call, or close? -------------------------------------------------------------

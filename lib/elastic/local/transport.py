@@ -22,8 +22,8 @@ from elastic.run.rundir import RunDir
 
 
 class Damaged(Exception):
-    """Bytes of the delta `key` are missing, truncated or altered; `why` says which, and
-    so does str()."""
+    """Bytes of the delta `key` are missing, truncated, altered or of no use; `why` says
+    which, and so does str()."""
 
     def __init__(self, key: Key, rule: Rule, what: str):
         self.key, self.why = key, refusal(rule, what)

@@ -152,6 +152,11 @@ class Header:
     def key(self) -> tuple[int, int, int]:
         return (self.slot, self.attempt, self.base)
 
+    @property
+    def is_pass(self) -> bool:
+        """The worker answers, and has nothing to give."""
+        return self.tokens == 0 or self.steps == 0
+
     @classmethod
     def from_json(cls, data: object) -> "Header":
         """Who has a worker's password may have written it; what a newer worker tells more

@@ -26,7 +26,6 @@ import torch
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.program import cores
-from elastic.local import rounds
 from elastic.local.master.open_round import Checked, Part
 from elastic.local.rounds import Rule
 from elastic.local.transport import Damaged, Transport, fragment_name
@@ -74,20 +73,18 @@ class Averager:
         return self._pool.submit(self.check, header)
 
     def check(self, header: Header) -> Checked:
-        """Read a delta once: are its bytes whole, is it finite, and how long is it?"""
+        """Read a delta once: how long is it? Raises Damaged if its bytes are not whole, or
+        not finite."""
 
         def square(index: int) -> float:
             has_buffers = self.layout.has_buffers(index)
             norms = (merge.norm(tile) for _, tile in self.read(header, index))
             return sum(merge.length_squared(norm, has_buffers) for norm in norms)
 
-        try:
-            total = sum(self._all(square))
-        except Damaged as error:
-            return Checked(header, refused=error.why)
+        total = sum(self._all(square))
         if not total < math.inf:
             what = "an element is nan or inf, or overflows"
-            return Checked(header, refused=rounds.refusal(Rule.NON_FINITE, what))
+            raise Damaged(header.key, Rule.NON_FINITE, what)
         return Checked(header, total**0.5)
 
     def read(self, header: Header, index: int) -> Iterator[Tile]:

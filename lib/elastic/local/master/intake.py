@@ -9,7 +9,8 @@ from elastic.local import rounds
 from elastic.local.master.averaging import Averager
 from elastic.local.master.open_round import OpenRound
 from elastic.local.master.server import Server
-from elastic.local.rounds import Judgement, Rule, Verdict
+from elastic.local.rounds import Refusal, Rule
+from elastic.local.transport import Damaged
 from elastic.run.ledger import Key, Owner
 from elastic.run.records import Header
 
@@ -35,12 +36,12 @@ class Intake:
     def take(self, base: int, name: str, body: bytes) -> None:
         if self.round.seen.get(base, {}).get(name) == body:
             return
-        judged, header = self.round.read(base, name, body)
-        if judged.verdict is Verdict.REJECT:
-            if judged.rule is Rule.STALE:
+        why, header = self.round.read(base, name, body)
+        if why:
+            if why.rule is Rule.STALE:
                 self.averager.drop([header.key])  # nobody else would
-            self.reject(name, judged, base)
-        elif judged.verdict is Verdict.ACCEPT:
+            self.reject(name, why, base)
+        elif not header.is_pass:
             self.checks[header] = self.averager.check_later(header)
 
     def _check_again(self, header: Header, silence: TryAgain) -> None:
@@ -67,20 +68,22 @@ class Intake:
             except TryAgain as silence:  # a worker that has left does not offer it again
                 self._check_again(header, silence)
                 raise
+            except Damaged as error:
+                self._unread_since.pop(header, None)
+                self.withdraw(header.key, error.why)
+                continue
             self._unread_since.pop(header, None)
-            if checked.refused:
-                self.withdraw(header.key, checked.refused)
-            elif header.key not in self.round.accepted:  # else it was checked again
+            if header.key not in self.round.accepted:  # else it was checked again
                 self.round.accept(checked, self.server.now())
                 self.server.run.event("delta", slot=header.slot, attempt=header.attempt,
                                       base=header.base, steps=header.steps, tokens=header.tokens)
 
-    def withdraw(self, key: Key, why: Judgement) -> None:
+    def withdraw(self, key: Key, why: Refusal) -> None:
         """Reject a delta after all whose header was judged good."""
         self.round.forget(key)
         self.reject(f"{key[0]}:{key[1]}", why, key[2])
 
-    def reject(self, name: str, why: Judgement, base: int) -> None:
+    def reject(self, name: str, why: Refusal, base: int) -> None:
         """Tell the worker, which starts the round again, and everybody who reads events.
 
         First the verdict is set, then the offer removed: a worker that finds neither

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf
 
 from elastic.local import rounds
-from elastic.local.rounds import Facts, Judgement, Move, Rule, Running, Verdict
+from elastic.local.rounds import Facts, Move, Refusal, Rule, Running
 from elastic.run.ledger import Key, Ledger, Owner, count
 from elastic.run.membership import Slot
 from elastic.run.records import Commit, Delta, Header
@@ -28,12 +28,10 @@ UNTOLD = ("run", "layout", "fragments")  # in a commit, of a delta's header
 
 @dataclass(frozen=True)
 class Checked:
-    """A delta whose bytes were read once: what was measured of them, or why it is
-    refused."""
+    """A delta whose bytes were read once, and are good: what was measured of them."""
 
     header: Header
     norm: float = 0.0
-    refused: Judgement | None = None
     arrived: float = 0.0  # Redis TIME
 
     @property
@@ -102,8 +100,8 @@ class OpenRound:
 
     # ---- a delta
 
-    def read(self, base: int, name: str, body: bytes) -> tuple[Judgement, Header | None]:
-        """Judge the header that "slot:attempt" offers for `base`; None if it is
+    def read(self, base: int, name: str, body: bytes) -> tuple[Refusal | None, Header | None]:
+        """Judge the header that "slot:attempt" offers for `base`; no header if it is
         malformed."""
         self.seen.setdefault(base, {})[name] = body
         try:
@@ -115,17 +113,17 @@ class OpenRound:
             return rounds.refusal(Rule.MALFORMED, str(error)), None
         return self.hear(header)
 
-    def hear(self, header: Header) -> tuple[Judgement, Header]:
+    def hear(self, header: Header) -> tuple[Refusal | None, Header]:
         """Judge a header; its tokens are believed as far as its samples can hold them."""
         tokens, samples = self.commit.tokens, len(self.ledger.committed)
         header = rounds.credited(header, tokens / max(1, samples))
         refused = self.ledger.refusal(header.key[:2], header.samples)
-        judged = rounds.judge(header, self.facts, self.ledger.offered, refused)
-        if judged.verdict is Verdict.PASS:
+        why = rounds.judge(header, self.facts, self.ledger.offered, refused)
+        if not why and header.is_pass:
             self.answered.add(header.key)
-        elif judged.verdict is Verdict.ACCEPT:
+        elif not why:
             self.ledger.offer(header.key, header.samples)
-        return judged, header
+        return why, header
 
     def accept(self, checked: Checked, now: float) -> None:
         """A delta that was judged good has good bytes, too."""
