@@ -143,8 +143,8 @@ def test_a_task_that_lacks_a_file_may_find_it_elsewhere_but_not_where_its_jobs_r
 
 
 def test_a_first_step_is_tried_as_a_worker_does_it(tmp_path, monkeypatch, capfd):
-    """In train.precision: a layer for 16 bits was refused. Sparse gradients, of which a worker wants
-    the norm and torch knows none, passed, and the run failed."""
+    """In train.precision: a layer for 16 bits was refused. Sparse gradients passed: a worker takes
+    their norm, which torch does not know, and the run failed."""
     linear = "(out := torch.nn.functional.linear(batch, model.weight))"
     only = f"assert {linear}.dtype is torch.bfloat16; return out.mean()"
     path = write(tmp_path, "of_16_bits", loss=only)
