@@ -259,11 +259,51 @@ def numbers(run: RunDir, group: Group) -> None:
     assert_equal(of_optimizer(everything(net, optimizer)), before)
 
 
+class Late(torch.optim.SGD):
+    """Has state that a first step does not make: of the second, in a list, of another size."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                state = self.state[param]
+                if "recent" in state:
+                    state.setdefault("slow", param.clone()).lerp_(param, 0.5)
+                state.setdefault("recent", []).append(param.grad.clone())
+                state["norms"] = torch.cat([state.get("norms", torch.ones(90)), torch.ones(1)])
+
+
+def late(run: RunDir, group: Group) -> None:
+    """Loaded by an optimizer that has never stepped, and one that has the state already."""
+    checkpoints = Checkpoints(run, group, "job5", keep=9)
+    net, _ = make(seed=3)
+    optimizer = Late(net.parameters(), lr=0.1)
+    train(net, optimizer, 3)
+    checkpoints.save(2, net, optimizer, {})
+    for steps_before in (0, 4):
+        other, _ = make(seed=4)
+        fresh = Late(other.parameters(), lr=0.1)
+        train(other, fresh, steps_before)
+        assert checkpoints.load(other, fresh)[0].step == 2
+        for name, param in net.named_parameters():
+            state = fresh.state.get(other.get_parameter(name), {})
+            assert flat(state).keys() == flat(optimizer.state.get(param, {})).keys(), name
+            assert_equal(flat(state), flat(optimizer.state.get(param, {})))
+
+
+def flat(state: dict) -> dict[str, torch.Tensor]:
+    lists = {f"recent {at}": value for at, value in enumerate(state.get("recent", ()))}
+    found = {name: value for name, value in state.items() if name != "recent"} | lists
+    found = {name: value for name, value in found.items() if value is not None}
+    return {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in found.items()}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = Group(dist.get_rank(), dist.get_world_size())
-    what = {"write": write, "read": read, "odd": odd, "numbers": numbers}[sys.argv[1]]
+    what = {"write": write, "read": read, "odd": odd, "numbers": numbers, "late": late}[sys.argv[1]]
     what(RunDir(Path(sys.argv[2])), group)
     dist.barrier()
     dist.destroy_process_group()

@@ -242,6 +242,13 @@ def test_a_number_of_the_state_is_saved_as_it_was_when_the_save_began(run):
     ranks(2, "numbers", run)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_that_a_first_step_does_not_make_comes_back(run, world):
+    """It was left out without a word, or the run could never go on: "is the model still that of
+    the run?\""""
+    ranks(world, "late", run)
+
+
 def test_a_save_takes_until_its_commit_however_late_somebody_asks(run):
     """The ranks ask at the end of a step, which may take longer than the save, or a notice."""
     checkpoints = Checkpoints(run, Group(), "job1")

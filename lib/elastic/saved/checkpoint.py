@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic.base import durable
@@ -235,15 +236,13 @@ class Checkpoints:
         # Fills the optimizer's state for every parameter, as places to read to.
         with _stepping(optimizer, optimizer.step):
             model_state, optimizer_state = states.get_state_dict(model, optimizer)
-        reader = reader_of(self._run, saved)
-        held = _prefixes(reader.read_metadata().state_dict_metadata)
-        places = optimizer_state["state"]
-        saved_state = {name: places[name] for name in places if f"optimizer.state.{name}" in held}
-        optimizer_state["state"] = saved_state
+        names, reader = list(optimizer_state["state"]), reader_of(self._run, saved)
+        optimizer_state = _room(reader.read_metadata(), model_state, optimizer_state)
         reader.fill({"model": model_state, "optimizer": optimizer_state}, process_group=self._ranks)
+        saved_state = optimizer_state["state"]
         # A parameter that never trained has no moments; torch before 2.9 wants its name
         # all the same.
-        optimizer_state["state"] = {n: saved_state.get(n, {}) for n in places if saved_state}
+        optimizer_state["state"] = {n: saved_state.get(n, {}) for n in names if saved_state}
         # The state is there; without `_stepping` torch would fill an empty one here, too.
         with _stepping(optimizer, lambda: None), _by_place(model), _by_place(optimizer):
             states.set_state_dict(
@@ -374,9 +373,19 @@ def reader_of(run: RunDir, saved: Saved) -> storage.Reader:
     return storage.Reader(place(_final_path(run, saved.step), saved.writer))
 
 
-def _prefixes(names) -> set[str]:
-    """All that stands before a dot in any of the names."""
-    return {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
+def _room(metadata, params: dict, made: dict) -> dict:
+    """Where the state of an optimizer is read to. A first step has `made` some; moments
+    may have come later, or in another size."""
+    paths = {name: path for name, path in metadata.planner_data.items() if path[0] == "optimizer"}
+    room, _ = flatten_state_dict({"optimizer": made})
+    for name, path in paths.items():
+        saved, param = metadata.state_dict_metadata[name], params.get(path[2]) if path[2:] else None
+        size = getattr(saved, "size", None)  # None: it is no tensor
+        if size is not None and getattr(room.get(name), "shape", None) != size:
+            like = param if param is not None and param.shape == size else torch.empty(size)
+            room[name] = torch.empty_like(like, dtype=saved.properties.dtype)
+    saved_room = {name: room.get(name) for name in paths}
+    return {"state": {}, **unflatten_state_dict(saved_room, paths).get("optimizer", {})}
 
 
 # ---- the files -------------------------------------------------------------------------
