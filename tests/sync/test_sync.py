@@ -45,6 +45,7 @@ from elastic.sync.rank import Rank, Wish, Wishes
 from elastic.sync.saving import Saving, State
 from elastic.sync.trainer import Trainer
 from elastic.train.group import Group
+from elastic.train.inner_optimizer import InnerOptimizer
 from helpers import commit_of, elastic, environment, wait_until
 from running import SETTINGS, Running, members, running, toml
 from tiny_task import Net, Tiny
@@ -460,7 +461,8 @@ def saving_of(rank: Rank) -> Saving:
     """Of a small model that never stepped."""
     (rank.run.path / "checkpoints").mkdir(parents=True)
     net, samples = torch.nn.Linear(2, 2), Batches(Tiny({"pace": ""}), rank.config, rank.group)
-    return Saving(rank, net, torch.optim.SGD(net.parameters()), samples)
+    inner = InnerOptimizer(torch.optim.SGD(net.parameters()), sets_rates=True)
+    return Saving(rank, net, inner, samples)
 
 
 class Noise(Tiny):
@@ -645,6 +647,20 @@ def test_a_validation_that_a_notice_ends_leaves_no_other_parameters(tmp_path, un
         told.append(evaluate(run))
     assert told[0] == told[1], "what is drawn, is drawn alike"
     assert told[0]["step"] == 60
+
+
+def test_settings_of_the_optimizer_are_those_that_run_toml_has_now(tmp_path):
+    """They came back from the checkpoint, whatever somebody had mended, the learning rate apart."""
+    settings = {"train.weight_decay": 0.5, "train.beta2": 0.9, "train.optimizer": "adamw"}
+    run = made(tmp_path, settings)
+    assert told_at(10, run) == Exit.TRY_AGAIN
+    path = run.path / "run.toml"
+    text = re.sub(r"\nweight_decay = .*", "\nweight_decay = 0.0", path.read_text())
+    path.write_text(re.sub(r"\nbeta2 = .*", "\nbeta2 = 0.5", text))
+    trainer = trainer_of(RunDir(run.path), 2)
+    assert trainer.main() == Exit.OK
+    for group in trainer.learner.optimizer.param_groups:
+        assert (group["weight_decay"], group["betas"][1]) == (0.0, 0.5)
 
 
 def test_a_score_is_the_same_on_the_way_and_at_the_end(tmp_path):

@@ -29,7 +29,7 @@ from elastic.run.records import Name, restored
 from elastic.run.rundir import RunDir
 from elastic.run.sound import hint
 from elastic.train.group import is_sharded, own_part, sharded_like
-from elastic.train.inner_optimizer import keep_types, shared_state
+from elastic.train.inner_optimizer import keep_types, numbers, shared_state
 
 NAME = "inner.json"
 FILE = re.compile(r"\.?inner-(\d{6,})\..*")  # of a version
@@ -145,16 +145,16 @@ def _restore(optimizers: Sequence, tensors: dict, said: dict) -> str:
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         for i, values in state.items():
             keep_types(optimizer.state[params[i]], values)
-        _set(optimizer.state, next(shared, {"dict": []}), tensors, params[0])
+        of_all = _unpack(next(shared, {"dict": []}), tensors, params[0])
+        optimizer.state |= _on_device(of_all, params[0])
         for group, held in zip(optimizer.param_groups, counted, strict=False):
-            _set(group, held, tensors, params[0])
+            group |= _on_device(numbers(_unpack(held, tensors, params[0])), params[0])
     return ""
 
 
-def _set(holder: dict, packed: object, tensors: dict, param: torch.Tensor) -> None:
-    for name, value in _unpack(packed, tensors, param).items():
-        is_tensor = isinstance(value, torch.Tensor)
-        holder[name] = value.to(own_part(param).device) if is_tensor else value
+def _on_device(values: dict, param: torch.Tensor) -> dict:
+    return {name: value.to(own_part(param).device) if isinstance(value, torch.Tensor) else value
+            for name, value in values.items()}
 
 
 def _whose(optimizers: Sequence) -> list:

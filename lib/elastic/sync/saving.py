@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from elastic.base.errors import TryAgain
 from elastic.jobs import cadence
 from elastic.saved.checkpoint import Checkpoints, Saved, size_bytes
 from elastic.sync.batches import Batches
 from elastic.sync.rank import Rank
+from elastic.train.inner_optimizer import InnerOptimizer
 
 
 @dataclass
@@ -34,8 +34,8 @@ class Saving:
     """Saves checkpoints. All ranks call every method alike, except `is_due`. If the disk
     refuses, that costs a checkpoint and nothing else."""
 
-    def __init__(self, rank: Rank, model: Module, optimizer: Optimizer, batches: Batches):
-        self._rank, self._model, self._optimizer, self._batches = rank, model, optimizer, batches
+    def __init__(self, rank: Rank, model: Module, inner: InnerOptimizer, batches: Batches):
+        self._rank, self._model, self._inner, self._batches = rank, model, inner, batches
         keep = max(2, rank.config.checkpoint.keep)
         self.checkpoints = Checkpoints(rank.run, rank.group, f"attempt{rank.attempt}", keep)
         self.words = ""  # how often, and why, for status; or what was refused
@@ -46,7 +46,10 @@ class Saving:
     def load(self, base_version: int) -> tuple[Saved | None, list[str]]:
         """Load the newest checkpoint on top of a version, if any; why each newer one was
         skipped."""
-        return self.checkpoints.load(self._model, self._optimizer, base_version)
+        saved, refused = self.checkpoints.load(self._model, *self._inner.each, base_version)
+        if saved:  # run.toml may say other settings now; an older record has not what steps count
+            self._inner.keep_settings(saved.extra.get("counted", ()))
+        return saved, refused
 
     def begin_at(self, step: int) -> None:
         """Count the time and the steps to the next checkpoint from now, after this step."""
@@ -131,5 +134,6 @@ class Saving:
                  "tokens": state.tokens, "loss": state.loss, "samples": samples,
                  "deltas": [delta], "skipped": list(self._batches.skipped),
                  "dataset_samples": self._batches.dataset_samples,
-                 "epochs": 0 if train.max_steps else train.epochs}
-        return state.step, self._model, self._optimizer, extra
+                 "epochs": 0 if train.max_steps else train.epochs,
+                 "counted": list(map(list, self._inner.counted()))}
+        return state.step, self._model, *self._inner.each, extra

@@ -70,7 +70,7 @@ class Trainer:
         self.probe = Probe(self.learner.model, near=0.1, may_ignore=0)
         self._passes, self._pass_s = 1, AGREE_S  # of the newest step, on this rank
         self._agree_every = 1  # passes; the same on all ranks
-        self.saving = Saving(rank, self.learner.model, self.learner.optimizer, self.batches)
+        self.saving = Saving(rank, self.learner.model, self.learner.rates, self.batches)
         self.wishes, self.log = Wishes(rank, notice), StepLog(rank)
         health = config.health
         self.nans = NaNDetector(health.nan_action, group, health.max_bad_batches)

@@ -1,7 +1,7 @@
 """The inner optimizer of a worker, or several that share its model, as the two of a GAN:
 who sets its learning rates, and whether it trains on the parameters of a version."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from itertools import zip_longest
 
@@ -53,6 +53,13 @@ class InnerOptimizer:
         return [{name: number for name, number in numbers(group).items()
                  if name not in made_with or torch.as_tensor(number != made_with[name]).any()}
                 for group, made_with in self._with_beginnings()]
+
+    def keep_settings(self, counted: Iterable[Sequence[str]]) -> None:
+        """After a load: have the numbers that it was made with, but for the names that the
+        loaded state has `counted`, by group."""
+        for group, made_with, names in zip(self.groups, self._made_with, counted, strict=False):
+            kept = {name: number for name, number in made_with.items() if name not in names}
+            group |= deepcopy(kept)
 
     def _with_beginnings(self) -> Iterator[tuple[dict, dict]]:
         """Every group with the numbers that it was made with; a loop may have added some."""
@@ -135,9 +142,9 @@ def shared_state(optimizer: Optimizer) -> dict:
 
 
 def numbers(group: dict) -> dict:
-    """The numbers of a parameter group, except the learning rates."""
-    kinds = int | float | torch.Tensor
-    return {name: value for name, value in group.items() if name not in RATES
+    """The numbers of a parameter group, also in tuples, except the learning rates."""
+    kinds = int | float | torch.Tensor | tuple
+    return {name: value for name, value in group.items() if name not in (*RATES, "params")
             and isinstance(value, kinds) and not isinstance(value, bool)}
 
 

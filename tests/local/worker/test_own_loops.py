@@ -475,7 +475,7 @@ def test_a_saved_state_sets_no_learning_rate_nor_parameters(tmp_path: Path):
     run, model = RunDir(tmp_path), Net()
     (tmp_path / "slots").mkdir()
     one = Counting(model.parameters(), lr=0.1)
-    planted = {"lr": 9.0, "initial_lr": 9.0, "params": [], "words": "x", "k": 7}
+    planted = {"lr": 9.0, "initial_lr": 9.0, "params": (), "words": "x", "k": 7}
     entry = inner_state.save(run.slots.path(0), "inner-1.1", [one], 0, [planted])
     pointer = inner_state.Pointer(0, 1, 1, (entry,))
     assert inner_state.load(run, pointer, [one], 0) == ""
