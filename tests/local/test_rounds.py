@@ -146,7 +146,7 @@ LOCAL_SGD = SimpleNamespace(
 COMMIT = commit_of(7, total_tokens=20_000, workers=2)
 OF_A_DELTA = {
     "slot", "attempt", "job_id", "base", "codec", "steps", "tokens", "loss", "inner", "first_loss",
-    "samples", "norm", "lr_sum", "seconds", "stall_s", "delivered",
+    "samples", "norm", "lr_sum", "seconds", "stall_s", "trained_s", "delivered",
 }
 
 

@@ -389,7 +389,7 @@ class Worker:
         self.agent.program.job_id = f"{slot}"
         self.agent.program.attempt = self.attempt = run.slots.claim(slot, {})
         place = Place(run, slot, self.attempt, f"{slot}.{self.attempt}")
-        optimizer = SimpleNamespace(param_groups=[])
+        optimizer = SimpleNamespace(param_groups=[], state={})
         self.life = Life(torch.nn.Linear(1, 1), optimizer, place, self.notice, Group())
         self.slot, self.line = slot, self.life.line
         self.actor = Actor(f"worker {slot}.{self.attempt}", self.life.live)

@@ -38,7 +38,7 @@ GOOD = {
     "run": "a", "slot": 3, "attempt": 2, "job_id": "17", "base": 5, "layout": "abc",
     "codec": "none", "steps": 10, "tokens": 640, "samples": [[0, 64, 96]], "loss": 2.5,
     "first_loss": 2.6, "fragments": [{"bytes": 400, "xxh3": "0" * 32}] * 2, "inner": "fresh",
-    "seconds": 3.5, "stall_s": 0.1, "lr_sum": 0.01,
+    "seconds": 3.5, "stall_s": 0.1, "trained_s": 3.0, "lr_sum": 0.01,
 }
 JUNK = [
     None, True, -1, 0, 1, 2**31, 2**62, 2**63, 10**400, -0.0, 0.5, 1e308, math.inf, -math.inf,

@@ -162,7 +162,7 @@ def master(server) -> Master:
     found.averager = SimpleNamespace(close=lambda: None)
     found.intake = Intake(server, found.averager, round_5())
     found.config = SimpleNamespace(local_sgd=SETTINGS, step_samples=4,
-                                   train=SimpleNamespace(max_tokens=0),
+                                   train=SimpleNamespace(max_tokens=0, epochs=1),
                                    checkpoint=SimpleNamespace(min_free_bytes=1))
     return found
 

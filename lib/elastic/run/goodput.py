@@ -3,8 +3,8 @@
     training   steps that are in a commit (sync mode: that took the run further)
     replay     steps trained a second time (sync mode)
     start-up   from the start of a job, or of an attempt in it, to its first round or step
-    waiting    between rounds: delivering, the others, the next version; between steps of
-               sync mode: saving, validating, loading samples
+    waiting    between rounds: validating, delivering, the others, the next version; between
+               steps of sync mode: saving, validating, loading samples
     notice     from the notice to the end of the job, but for steps taken and delivered meanwhile
     lost       steps that no commit has, and all that came after a worker had died or hung
     open       since the newest commit, in jobs at work: undecided yet
@@ -36,6 +36,7 @@ class Work(NamedTuple):
     tokens: int
     stall_s: float = 0.0  # the worker's own measure of the wait before it; inf: all of it
     again: bool = False
+    trained_s: float = math.inf  # what its steps took; the rest is validation and delivery
 
     def tokens_between(self, start: float, stop: float) -> float:
         """Its tokens as if they had come evenly."""
@@ -60,7 +61,7 @@ def work_in(commits: Iterable[Commit], metrics: Iterable[Mapping] = ()) -> list[
     """All work that counts: deltas of local mode, steps of sync mode."""
     deltas = (delta for commit in commits for delta in commit.deltas if delta.delivered)
     work = [Work((d.slot, d.attempt), d.delivered - (d.seconds or 0.0), d.delivered, d.tokens,
-                 d.stall_s or 0.0) for d in deltas]
+                 d.stall_s or 0.0, trained_s=d.trained_s or math.inf) for d in deltas]
     furthest = tokens = 0
     for line in metrics:
         again = line["step"] <= furthest
@@ -149,7 +150,9 @@ def _divided(job: Allocation, work: Sequence[Work]) -> Iterator[tuple[str, float
             yield "lost", start - at - waited_s  # rounds in between that were rejected
         else:
             yield from _restart(job, at, start, begun)
-        yield "replay" if piece.again else "training", stop - start
+        trained_s = min(piece.trained_s, stop - start)
+        yield "replay" if piece.again else "training", trained_s
+        yield "waiting", stop - start - trained_s
         at, begun = stop, piece.attempt
     yield from _last_stretch(job, at, begun, is_late)
 

@@ -146,6 +146,7 @@ class Header:
     inner: str = ""  # where the inner optimizer state came from, for the record
     seconds: float = 0.0  # from the start of the round to the delivery, on the worker's clock
     stall_s: float = 0.0  # from the last inner step on the base before to the first on this one
+    trained_s: float = 0.0  # of `seconds`, what the steps took; 0: unknown
     lr_sum: float = 0.0  # of the steps' learning rates; 0: unknown
 
     @property
@@ -202,6 +203,7 @@ class Delta:
     inner: str | None = None
     seconds: float | None = None
     stall_s: float | None = None
+    trained_s: float | None = None
     lr_sum: float | None = None
     norm: Measured | None = None
     delivered: float | None = None  # Redis TIME

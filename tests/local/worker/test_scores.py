@@ -86,6 +86,8 @@ def test_versions_are_scored_on_their_way_and_all_who_look_are_told(tmp_path: Pa
         assert len(found) == len(numbers(run)) > 2
         assert found[-1].loss < found[0].loss
         commits = {commit.version: commit for commit in run.commits()}
+        for delta in (delta for commit in commits.values() for delta in commit.deltas):
+            assert 0 < delta.trained_s <= delta.seconds
         assert [each.tokens for each in found] == [commits[n].tokens for n in numbers(run)]
 
         for number, each in list(zip(numbers(run), found, strict=True))[-2:]:

@@ -86,7 +86,7 @@ class Delivery:
             steps=done.steps, tokens=done.tokens, samples=tuple(joined(done.samples)),
             loss=done.mean_loss, first_loss=done.first_loss, fragments=tuple(fragments),
             inner=self._moments.origin, seconds=round(time.monotonic() - done.started, 3),
-            stall_s=round(done.stall_s, 4), lr_sum=done.lr_sum,
+            stall_s=round(done.stall_s, 4), trained_s=round(done.trained_s, 3), lr_sum=done.lr_sum,
         )
 
     def keep_offered(self, done: WorkerRound) -> bool:

@@ -39,6 +39,7 @@ class WorkerRound:
     first_loss: float = 0.0
     has_stepped: bool = False  # on this base: steps ahead were done on the one before
     stall_s: float = 0.0
+    trained_s: float = 0.0  # what the steps took
     header: Header | None = None  # of its delta, once that is offered
 
     @property
@@ -98,10 +99,11 @@ class InHand:
 
     def count(self, loss: float, tokens: int, rate: float, now: float) -> None:
         """A step has ended."""
+        took_s = now - self._step_began
         self.round.count(loss, tokens, rate)
+        self.round.trained_s += took_s
         self.steps_total += 1
         if self.steps_total > 1:  # what the first one takes (a compilation) says nothing
-            took_s = now - self._step_began
             self.step_s += (took_s - self.step_s) / min(self.steps_total - 1, MEAN_STEPS)
 
     def void(self, what: str) -> None:
