@@ -98,7 +98,7 @@ class Uneven:
         round_, trained_s = self._round, self.now - began
         if steps == INNER_STEPS or base < round_.version or round_.called is not None:
             return True
-        left_s = round_.due_at(self._joined, self.now) - PART_S - self.now
+        left_s = round_.said(self._joined, self.now)["due"] - PART_S - self.now
         return rounds.is_due(left_s, steps, trained_s)
 
     def _offer(self, work: Work, base: int) -> None:

@@ -142,20 +142,14 @@ def test_a_task_that_lacks_a_file_may_find_it_elsewhere_but_not_where_its_jobs_r
     assert (code, "No such file or directory: 'none.pt'" in said) == (Exit.USAGE, True), said
 
 
-def test_a_first_step_is_tried_as_a_worker_does_it(tmp_path, monkeypatch, capfd):
-    """In train.precision: a layer for 16 bits was refused. Sparse gradients passed: a worker takes
-    their norm, which torch does not know, and the run failed."""
+def test_a_first_step_is_tried_in_the_precision_of_the_run(tmp_path, monkeypatch, capfd):
+    """A layer for 16 bits was refused."""
     linear = "(out := torch.nn.functional.linear(batch, model.weight))"
     only = f"assert {linear}.dtype is torch.bfloat16; return out.mean()"
     path = write(tmp_path, "of_16_bits", loss=only)
     path.write_text(path.read_text() + 'precision = "bf16"\n')
     code, said = tried(path, monkeypatch, capfd)
     assert (code, '"untried": ""' in said) == (Exit.OK, True), said
-    path = write(tmp_path, "sparse", model="return torch.nn.Embedding(4, 1, sparse=True)",
-                 loss="return model(batch.long()).mean()",
-                 more=OPTIMIZER.format("torch.optim.SparseAdam(model.parameters())"))
-    code, said = tried(path, monkeypatch, capfd)
-    assert (code, "sparse=True" in said) == (Exit.USAGE, True), said
 
 
 @pytest.mark.parametrize(("most", "code"), [(1, Exit.OK), (2, Exit.USAGE)])

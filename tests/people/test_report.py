@@ -226,8 +226,6 @@ def test_what_all_workers_felt_is_a_line_through_all_jobs(lived):
 
 
 def test_a_run_that_has_only_begun_is_drawn(lived):
-    from matplotlib.figure import Figure
-
     facts = report.gather(lived[0].run)
     none = dict.fromkeys(facts.gpu_seconds, 0.0)
     empty = report.Contents(facts.seen, facts.began, [], [], [], [], none)
@@ -235,10 +233,6 @@ def test_a_run_that_has_only_begun_is_drawn(lived):
     assert "None." in drawn
     assert drawn.count(">nothing yet<") == len(report.PANELS)
     assert "nothing yet" not in report.page(facts)
-    for drawn in (report.draw_loss, report.draw_throughput):  # a line of one point is not seen
-        drawn(axes := Figure().subplots(), replace(facts, points=facts.points[:1], scores=[]))
-        assert axes.get_lines()[0].get_marker() == "o"
-    assert "nothing yet" not in report.page(replace(facts, points=facts.points[:1]))
 
 
 def test_of_a_program_that_counts_its_own_steps_no_goodput_is_told(make_run):

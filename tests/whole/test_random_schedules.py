@@ -132,15 +132,15 @@ def test_a_new_master_knows_the_pace_of_those_that_made_the_newest_version():
     deltas = (*told, delta_of(0, steps=7))  # of sync mode, which says nothing of seconds
     round_ = round_5(deltas=deltas)
     assert round_.paces_s == {1: 0.5, 3: 1.5}
-    assert round_.due_at([3], 0.0) == 8 * 1.5
+    assert round_.said([3], 0.0)["due"] == 8 * 1.5
     for pace_s, due_s in ((9.0, 8 * 1.5), (0.5, 8 * 0.5)):
         round_.paces_s[3] = pace_s
-        assert round_.due_at([3], 0.0) == due_s
+        assert round_.said([3], 0.0)["due"] == due_s
 
 
 def test_only_the_paces_of_those_that_are_live_count():
     round_ = replace(round_5(), paces_s={1: 0.5, 3: 1.5})
-    assert round_.due_at([3], 0.0) == 8 * 1.5
+    assert round_.said([3], 0.0)["due"] == 8 * 1.5
 
 
 @pytest.fixture

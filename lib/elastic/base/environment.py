@@ -7,6 +7,7 @@ Slurm.
 
 import os
 import pwd
+import re
 import shlex
 import sys
 import tempfile
@@ -46,11 +47,9 @@ def tidy() -> None:
     """Make this command's environment what jobs and cron, which start in other folders, can
     be given: whole paths. (With 0 columns rich would print nothing.)"""
     for name in filter(env, _PATHS):
-        parts = os.environ[name].split(":")
-        is_program = name == "ELASTIC_PYTHON"
-        is_whole = [p[:1] in ("", "/", "~") or (is_program and "/" not in p) for p in parts]
-        os.environ[name] = ":".join(part if whole else os.path.abspath(part)
-                                    for part, whole in zip(parts, is_whole, strict=True))
+        if name != "ELASTIC_PYTHON" or "/" in env(name):  # else it is in PATH
+            whole = re.sub("(?<![^:])(?=[^:/~])", lambda _: f"{os.getcwd()}/", env(name))
+            os.environ[name] = whole
     if not env("COLUMNS", "80").strip("0"):
         del os.environ["COLUMNS"]
 

@@ -75,7 +75,7 @@ def _finite(value: Any) -> bool:
 
 
 def _integer(value: Any) -> bool:
-    return type(value) is int and abs(value) < 1 << 63
+    return type(value) is int and abs(value) < 1 << 62  # as records.MOST
 
 
 def _text(value: Any) -> bool:

@@ -242,7 +242,7 @@ def doctor(config: Path | None, overrides: tuple[str, ...], as_json: bool, tries
     from elastic.people import doctor as examining, tryout, views
 
     more = [("tried", tryout.tried)] if tries else []
-    with views.progress() as tell:
-        report = examining.report(config, overrides, tell, more)
+    with views.busy("looking at this cluster") as shown:
+        report = examining.report(config, overrides, shown.update, more)
     show(as_json, report, views.doctor_view)
     sys.exit(Exit.ERROR if report["FAIL"] else Exit.OK)

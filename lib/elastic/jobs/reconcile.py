@@ -185,8 +185,7 @@ def since_last(run: RunDir) -> float:
 
 
 def _is_closed(run: RunDir) -> bool:
-    closing = run.closing()
-    return bool(closing) and remembered(run, 0.0).is_closed(closing)
+    return bool(closing := run.closing()) and remembered(run, 0.0).is_closed(closing)
 
 
 # ---- one run

@@ -36,8 +36,6 @@ from elastic.jobs.slurm_text import Node, expand_hostlist, gpus_of
 from elastic.run.rundir import RunDir
 
 BEFORE_LIMIT = "TERM@120"  # a checkpoint may take longer than KillWait
-# The letter in slurm.signal with which the batch shell would be signalled, and not its step.
-_OF_SHELL = "^B:|(?<=^R)B|^B(?=R:)"
 STEPS_END_S = 15.0
 LEAST_MB = 1024  # per GPU; Slurm takes a node whose memory nobody has named to have 1 MB
 PROBES_AT_ONCE = 16  # steps; a burst of them is what a busy controller likes least
@@ -545,7 +543,8 @@ def _resources(spec: JobSpec, lists: bool) -> list[str]:
         "gres": f"{slurm.gres}:{gpus}" if gpus and slurm.gres else "",
         "cpus-per-task": str(cpus or ""),
         "mem": slurm.master_mem if is_master else _memory(slurm.mem_per_gpu, gpus),
-        "signal": re.sub(_OF_SHELL, "", slurm.signal) or (BEFORE_LIMIT if is_trainer else ""),
+        # Without `B`, which would signal the batch shell, and not the step with the agent.
+        "signal": re.sub("^B:|B(?=R?:)", "", slurm.signal) or (BEFORE_LIMIT if is_trainer else ""),
         "exclude": ",".join(filter(None, (slurm.exclude, *spec.exclude))),
     }
     options = [f"--{name}={value}" for name, value in wanted.items() if value]

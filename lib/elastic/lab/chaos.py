@@ -6,7 +6,7 @@
 
 Only the run's own jobs and processes are touched. On this machine (the local scheduler, a
 sandbox) processes are killed and stopped one by one; on a cluster jobs are, through its
-scheduler, and what cannot be done there is left out by name (`why_not`). What ends by
+scheduler, and what cannot be done there is left out by name (`choose`). What ends by
 itself, a stopped process say, is ended by a detached shell, also if chaos is killed
 meanwhile.
 
@@ -37,7 +37,6 @@ from elastic.lab.sandbox import Sandbox
 from elastic.local.store import MasterStore
 from elastic.run import goodput
 from elastic.run.audit import audit, gpu_seconds
-from elastic.run.goodput import Work, tokens_per_s
 from elastic.run.membership import Slot
 from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
@@ -49,6 +48,7 @@ LOOK_S = 0.5
 BACK_S = 120.0  # so long we wait for the end of the last faults
 HITS_ONE = ("kill-worker", "preempt", "hang-worker", "kill-node")
 HERE_ONLY = ("kill-redis", "hang-worker", "kill-node")
+ELSEWHERE = "its processes are on other machines"  # why one of these cannot be done
 
 
 class Fault(NamedTuple):
@@ -94,13 +94,13 @@ def cost_of(fault: Fault, commits: Iterable[Commit]) -> Cost:
     return Cost(lost, next_s, max(map(back_s, fault.at_stake), default=0.0))
 
 
-def by_kind(faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work],
+def by_kind(faults: Sequence[tuple[Fault, Cost]], work: Sequence[goodput.Work],
             end: float) -> Iterator[dict]:
     """A row per kind: how often, median and worst of what it cost, and the rate of
     training from each to the next fault."""
     kinds, ends = defaultdict(list), [*(fault.time for fault, _ in faults[1:]), end]
     for (fault, cost), until in zip(faults, ends, strict=False):
-        kinds[fault.kind].append((cost, tokens_per_s(work, fault.time, until)))
+        kinds[fault.kind].append((cost, goodput.tokens_per_s(work, fault.time, until)))
     for kind, outcomes in sorted(kinds.items()):
         costs = [cost for cost, _ in outcomes]
         yield {
@@ -168,11 +168,6 @@ class Chaos:
         return sorted(pids)
 
     # ---- doing it
-
-    def why_not(self, kind: str) -> str:
-        """Why this fault cannot be done to this run; empty if it can."""
-        is_elsewhere = kind in HERE_ONLY and not self.is_here
-        return "its processes are on other machines" if is_elsewhere else ""
 
     def inject(self, kind: str, until: float = inf) -> Fault:
         """Do a fault of this kind as soon as a worker trains.
@@ -333,10 +328,10 @@ def choose(chaos: Chaos, wanted: str) -> tuple[list[str], dict[str, str]]:
     named = [kind for kind in wanted.split(",") if kind] or list(DO)
     if unknown := [kind for kind in named if kind not in DO]:
         raise UsageError(f"no such fault: {unknown[0]!r}", f"there are {', '.join(DO)}")
-    refused = {kind: why for kind in named if (why := chaos.why_not(kind))}
+    refused = {kind: ELSEWHERE for kind in named if kind in HERE_ONLY and not chaos.is_here}
     if wanted and refused:
-        kind, why = next(iter(refused.items()))
-        raise UsageError(f"{kind} cannot be done to run {chaos.run.name}: {why}")
+        kind = next(iter(refused))
+        raise UsageError(f"{kind} cannot be done to run {chaos.run.name}: {ELSEWHERE}")
     return [kind for kind in named if kind not in refused], refused
 
 

@@ -90,9 +90,9 @@ def forecast(trace: Trace, end: float, config, costs: Costs) -> dict:
     _check(end, config, costs)
     nodes = Nodes(trace)
     most = max(gpus for gpus, _ in nodes.spans(end))
-    limits = config.elastic
-    limits = replace(limits, max=max(limits.min, min(most, limits.max)))  # there are no others
-    ways = ways_of(nodes, end, replace(config, elastic=limits), costs)
+    used = max(config.elastic.min, min(most, config.elastic.max))  # there are no others
+    elastic = replace(config.elastic, max=used)
+    ways = ways_of(nodes, end, replace(config, elastic=elastic), costs)
     if not any(way["kept"] for way in ways):
         what = f"nothing could be trained in the {end:.0f} s of the trace"
         raise UsageError(what, "a longer trace, or smaller costs: section [plan]")
@@ -109,7 +109,7 @@ def forecast(trace: Trace, end: float, config, costs: Costs) -> dict:
         "recommended": {
             "mode": best["mode"],
             "inner_steps": best["inner_steps"] or config.local_sgd.inner_steps,
-            "max": limits.max,
+            "max": used,
             "reason": why,
         },
     }

@@ -84,8 +84,6 @@ def attempt(config, task, numel: int, is_here: bool) -> tuple[str, int]:
         with precision(config.train.precision, torch.device("cpu"))():
             loss = task.loss(model, batch)
         _one_number(loss).backward()
-        if any(p.grad is not None and p.grad.is_sparse for p in model.parameters()):
-            raise ElasticError("sparse gradients have no norm in torch", "leave sparse=True out")
         optimizer.step()
     except Exception as error:
         if not _is_lacking(error, is_here):

@@ -42,7 +42,7 @@ def report(path: Path | None, overrides: Sequence[str], tell=lambda _: None, mor
                  here=network.node_name().split(".")[0], cron_line=cron_line())
     probes = [*PROBES.items(), *more]
     for done, (name, probe) in enumerate(probes):
-        tell((done / len(probes), name))
+        tell(f"{name} ({done + 1} of {len(probes)})")
         facts[name] = answer(probe, facts, name in VITAL)
     findings = diagnose(facts)
     verdicts = [finding.verdict for finding in findings]

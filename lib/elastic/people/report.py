@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from elastic.base.errors import ElasticError
 from elastic.people import status
@@ -55,7 +55,8 @@ INCIDENTS = (
 )
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True)
+class Point:
     """A version, or a step of sync mode, with the rate since the one before. A loss that
     is not known is NaN."""
 
@@ -138,7 +139,6 @@ def thinned(points: Sequence[Any]) -> Sequence[Any]:
 def draw_loss(axes: Any, contents: Contents) -> None:
     """A line for training, a dot for each validation on the way."""
     for points, colour, mark in ((contents.points, BLUE, "-"), (contents.scores, ORANGE, "o")):
-        mark = mark if points[1:] else "o"  # a line of one point cannot be seen
         axes.plot([p.tokens for p in points], [p.loss for p in points], mark, color=colour)
     axes.set(ylabel="loss (dots: validation)" if contents.scores else "training loss")
     axes.set(xlabel=f"committed {contents.seen['unit']}")
@@ -147,9 +147,8 @@ def draw_loss(axes: Any, contents: Contents) -> None:
 
 def draw_throughput(axes: Any, contents: Contents) -> None:
     _along_time(axes, contents)
-    rates, mark = [p.tokens_per_s for p in contents.points], "" if contents.points[1:] else "o"
-    times = [_at(p.time) for p in contents.points]
-    axes.step(times, rates, where="pre", color=BLUE, marker=mark)
+    rates = [p.tokens_per_s for p in contents.points]
+    axes.step([_at(p.time) for p in contents.points], rates, where="pre", color=BLUE)
     axes.set(ylabel=f"{contents.seen['unit']}/s", ylim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _place: wording.si(value))
 
@@ -228,8 +227,7 @@ def page(contents: Contents) -> str:
 def _svg(title: str, contents: Contents) -> str:
     axes = _figure(title).subplots()
     PANELS[title](axes, contents)
-    points = [x for line in axes.get_lines() for x in line.get_xdata()]
-    if not (points or axes.dataLim.width > 0):
+    if not axes.dataLim.width > 0:
         axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", color="gray")
     file = io.StringIO()
     axes.figure.savefig(file, format="svg", metadata={"Date": None})

@@ -121,9 +121,9 @@ def wait_for_end(run: RunDir) -> None:
 
     interval_s = run.config().elastic.reconcile_interval_s
     next_pass = time.monotonic() + interval_s
-    with views.progress() as tell:
+    with views.busy(f"run {run.name}") as shown:
         while not is_done(run):
-            tell(progress_of(run))
+            shown.update(progress_of(run))
             time.sleep(WAIT_S)
             if time.monotonic() >= next_pass:
                 run_pass([run], time.time())
@@ -144,16 +144,15 @@ def is_done(run: RunDir) -> bool:
     return False
 
 
-def progress_of(run: RunDir) -> tuple[float, str]:
-    """Which part of the run is trained, and words on that."""
-    newest, of_sync, is_over = None, run.jobs.progress() or {}, False
+def progress_of(run: RunDir) -> str:
+    """How much of the run is trained."""
+    newest, of_sync = None, run.jobs.progress() or {}
     with contextlib.suppress(TryAgain):  # it is only shown: no reason to end the command
-        newest, is_over = run.commits.newest(), run.done() is not None
+        newest = run.commits.newest()
     tokens = max(newest.tokens if newest else 0, of_sync.get("tokens", 0))
-    goal = of_sync.get("total_tokens") or (newest and newest.total_tokens)
+    goal = of_sync.get("total_tokens") or (newest.total_tokens if newest else 0)
     unit = wording.unit(newest.deltas if newest else (), of_sync)
-    trained = 1.0 if is_over else tokens / goal if goal else 0.0
-    return trained, f"{run.name}: {wording.si(tokens)} {unit}"
+    return f"run {run.name}: {wording.si(tokens)} {unit} of {wording.si(goal)}"
 
 
 def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -> list[str]:

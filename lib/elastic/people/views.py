@@ -10,14 +10,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
 from rich.console import Console, Group, RenderableType, group
 from rich.live import Live
-from rich.markup import escape
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -61,20 +61,10 @@ def live(view: Callable[[Any, int], RenderableType]) -> Iterator[Callable[[Any],
         )
 
 
-def busy(what: str) -> AbstractContextManager:
-    """Show on a terminal that something is under way, as long as it is."""
+def busy(what: str) -> Status:
+    """Show on a terminal that something is under way, as long as it is; its `update` has
+    other words."""
     return console(stderr=True).status(Text(f"{what} …"))
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[tuple[float, str]], None]]:
-    """A bar on a terminal, moved by calls with (the part that is done, words). Nothing is
-    shown elsewhere."""
-    from rich.progress import Progress  # its import takes longer than most commands
-
-    with Progress(console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda done: bar.update(task, completed=done[0], description=escape(done[1]))
 
 
 # ---- status --------------------------------------------------------------------------

@@ -209,7 +209,8 @@ class RunDir:
         return announced(self.private / "DONE")
 
     def mark_done(self, record: dict) -> None:
-        write_atomic(self.path / "DONE", to_json(record))
+        write_atomic(self.path / "DONE", to_json({"time": time.time(), **record}))
+        self.event("done", **record)
 
     def failed(self) -> dict | None:
         path = self.private / "failed.json"

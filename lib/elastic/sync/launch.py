@@ -108,9 +108,8 @@ class Launcher:
                     notice=self.notice.signal_name, is_own=bool(self.config.run.command),
                     fenced_by=newest if newest > self.program.attempt else 0)
         if end.outcome == Outcome.DONE and not self.run.done():
-            done = {"reason": "run.command has ended", "time": time.time()}
+            done = {"reason": "run.command has ended"}
             until_written(lambda: self.run.mark_done(done), self.notice.__bool__)
-            self.run.event("done", reason="run.command has ended")
         return self._after_crash(end, ranks, before) if end.outcome == Outcome.CRASHED else end
 
     def _after_crash(self, end: End, ranks: "Ranks", before: dict[Path, int]) -> End | None:

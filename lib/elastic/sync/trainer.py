@@ -126,10 +126,9 @@ class Trainer:
 
     def _mark_done(self) -> None:
         self.wishes.fence()
-        reached = {"version": self.state.step, "tokens": self.state.tokens, "time": time.time()}
+        reached = {"version": self.state.step, "tokens": self.state.tokens}
         reached["skipped"] = list(self.batches.skipped)
         until_written(lambda: self.rank.run.mark_done(reached), self.notice.__bool__)
-        self.rank.event("done", **reached)
 
     # ---- where the run is
 

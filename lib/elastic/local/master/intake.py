@@ -5,11 +5,10 @@ from concurrent.futures import Future
 
 from elastic.base.durable import UNREAD_S
 from elastic.base.errors import TryAgain
-from elastic.local import rounds
 from elastic.local.master.averaging import Averager
 from elastic.local.master.open_round import OpenRound
 from elastic.local.master.server import Server
-from elastic.local.rounds import Refusal, Rule
+from elastic.local.rounds import Refusal, Rule, refusal
 from elastic.local.transport import Damaged
 from elastic.run.ledger import Key, Owner
 from elastic.run.records import Header
@@ -49,7 +48,7 @@ class Intake:
         open for ever because a block of the disk is bad."""
         since = self._unread_since.setdefault(header, self.server.now())
         if self.server.now() - since > UNREAD_S:
-            self.withdraw(header.key, rounds.refusal(Rule.UNREADABLE, silence.what))
+            self.withdraw(header.key, refusal(Rule.UNREADABLE, silence.what))
         else:
             self.checks[header] = self.averager.check_later(header)
 

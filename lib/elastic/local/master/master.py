@@ -258,11 +258,9 @@ class Master:
         self.journal.least_bytes = max(self.config.checkpoint.min_free_bytes, version_bytes)
         most = self.config.train.max_tokens
         if self.samples.ledger.complete or (most and self.commit.tokens >= most):
-            reached = {"version": self.commit.version, "tokens": self.commit.tokens,
-                       "time": time.time()}
+            reached = {"version": self.commit.version, "tokens": self.commit.tokens}
             self.journal.written(self.run.mark_done, reached)
             self.state = "done"
-            self.run.event("done", **reached)
 
     # ---- act
 

@@ -164,17 +164,12 @@ class OpenRound:
 
     def said(self, live: Collection[int], now: float) -> dict:
         """What workers are told of the round; `live`: slots whose paces count."""
-        called = self.version if self.called is not None else -1
-        return {"version": self.version, "call": called, "due": self.due_at(live, now)}
-
-    def due_at(self, live: Collection[int], now: float) -> float:
-        """Redis TIME at which the round is due; inf: at no time. A round without a delta
-        by its deadline has lost its workers, and new ones are to do all steps."""
-        due_s = self._put_due(live)
+        called, due_s = self.version if self.called is not None else -1, self._put_due(live)
+        # A round without a delta by its deadline has lost its workers, and new ones are to
+        # do all steps: it is due at no time.
         is_late = now - self.opened > rounds.deadline_s(due_s, self.settings)
-        if is_late and not self.accepted:
-            return inf
-        return round(self.opened + due_s, 3)
+        due = inf if is_late and not self.accepted else round(self.opened + due_s, 3)
+        return {"version": self.version, "call": called, "due": due}
 
     def _put_due(self, live: Collection[int]) -> float:
         """How long after its opening the round is due. It never becomes longer while the

@@ -106,10 +106,7 @@ class RankLine:
         self.news = News()
         self._blocked_s = 0.0
 
-    def _pass_nothing_on(self, *_args, **_fields) -> None:
-        pass
-
-    open = close = say = moved = event = warn = offer = _pass_nothing_on
+    open = close = say = moved = event = warn = offer = lambda *_args, **_fields: None
 
     def written(self, write: Callable[[], T]) -> T:
         """What `write()` returns, once the disk has room. Raises TryAgain at a notice."""

@@ -49,7 +49,6 @@ from elastic.train import loading
 from elastic.train.device import seed_by, to_device
 from elastic.train.group import Group
 from elastic.train.inner_optimizer import InnerOptimizer, refuse_odd
-from elastic.train.loading import Loader
 
 
 class LocalSGD:
@@ -136,7 +135,7 @@ class LocalSGD:
             with contextlib.suppress(ValueError):  # only the main thread may listen
                 self.line.notice.listen()
         is_on_gpu = next(self.model.parameters()).is_cuda
-        loader = Loader(dataset, collate, self.config, self.group, is_on_gpu)
+        loader = loading.Loader(dataset, collate, self.config, self.group, is_on_gpu)
         while not (outcome := self._adoption.newest()):
             if self._validation:
                 self._validation.if_due(self._delivery.exchange.replica)
@@ -172,7 +171,7 @@ class LocalSGD:
         self._delivery = Delivery(self._hand, exchange, moments)
         self._adoption = Adoption(self._hand, moments, self._delivery, self.model)
 
-    def _train_ahead(self, loader: Loader, courier: Future) -> Iterator:
+    def _train_ahead(self, loader: loading.Loader, courier: Future) -> Iterator:
         """Batches while a courier is under way with the delta."""
         yield from self._train(loader, courier)
         self.line.say(state="waiting")
@@ -197,7 +196,7 @@ class LocalSGD:
 
     # ---- steps
 
-    def _train(self, loader: Loader, courier: Future | None = None) -> Iterator:
+    def _train(self, loader: loading.Loader, courier: Future | None = None) -> Iterator:
         """Batches of the open round; with a courier under way, until it is back."""
         hand = self._hand
         while step := self.group.decide(lambda: hand.next_step(courier)):
@@ -211,7 +210,7 @@ class LocalSGD:
             yield from self._batches_of_step(loader)
             self._last_step_at = time.monotonic()
 
-    def _batches_of_step(self, loader: Loader) -> Iterator:
+    def _batches_of_step(self, loader: loading.Loader) -> Iterator:
         done = self._hand.round
         before = done.steps
         self._statistics.note()
