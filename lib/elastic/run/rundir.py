@@ -153,7 +153,7 @@ class RunDir:
     def key(self) -> str:
         """The run's unique name on a shared Redis: its name and a random id. Another
         user, or an earlier run, may have had the name."""
-        return f"{self.name}:{(self.private / 'id').read_text().strip()}"
+        return f"{self.name}:{(self.private / 'id').read_text(errors='replace').strip()}"
 
     def environment(self) -> dict[str, str]:
         """The environment that every job of this run starts from."""

@@ -95,7 +95,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # line, DEL, C1, marks of direction, separators, halves of characters.
 _OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e"
                      "\u2066-\u2069\ud800-\udfff]")
-RANK = re.compile(r"^\[rank\d+\]: ?")  # as torchrun begins a line
+# As torchrun begins a line, and Python one of a group of exceptions.
+RANK = re.compile(r"^\[rank\d+\]: ?|^ *[|+] ?")
 ERROR = re.compile(r"(?!srun: )\S.*(\berror: |\[Errno |: command not found)|\w*(Error|Exception)\b")
 OURS = re.compile(r"^elastic\.[\w.]+: ")  # the class of an error that says all
 LAUNCHED = re.compile(r"ChildFailedError|CalledProcessError")  # torchrun's, of its ranks' crash
@@ -234,7 +235,7 @@ def last_error(said: str) -> str:
     """Why a program died, by its last words: the line of its newest exception, else the
     last line that calls itself an error; "" if there is neither."""
     lines = [RANK.sub("", line) for line in said.splitlines()]
-    starts = [at for at, line in enumerate(lines) if re.match("(Original )?Traceback", line)]
+    starts = [at for at, line in enumerate(lines) if re.match("(Original |Exception Group )?Traceback", line)]
     ends = (lines[at + 1 :] for at in starts)
     named = [next((line for line in end if line and not line[0].isspace()), "") for end in ends]
     named = named or [line for line in lines if ERROR.match(line)]
