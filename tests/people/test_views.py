@@ -165,8 +165,8 @@ def test_anybodys_words_are_one_line_of_limited_length():
      ("Traceback (most recent call last):\n  File x\nOSError: Caught OSError in DataLoader worker "
       "process 0.\nOriginal Traceback (most recent call last):\n  File y\nOSError: no shard 7\n",
       "OSError: no shard 7"),
-     ("  + Exception Group Traceback (most recent call last):\n  |   File x\n  | ExceptionGroup: both "
-      "(1 sub-exception)\n  +-+------ 1 ------\n    | OSError: no shard 7\n    +---\n",
+     ("  + Exception Group Traceback (most recent call last):\n  |   File x\n  | ExceptionGroup: "
+      "both (1 sub-exception)\n  +-+------ 1 ------\n    | OSError: no shard 7\n    +---\n",
       "ExceptionGroup: both (1 sub-exception)"),
      ("usage: t.py [-h]\nt.py: error: unrecognized arguments: --resume\n",
       "t.py: error: unrecognized arguments: --resume"),

@@ -235,7 +235,7 @@ def last_error(said: str) -> str:
     """Why a program died, by its last words: the line of its newest exception, else the
     last line that calls itself an error; "" if there is neither."""
     lines = [RANK.sub("", line) for line in said.splitlines()]
-    starts = [at for at, line in enumerate(lines) if re.match("(Original |Exception Group )?Traceback", line)]
+    starts = [at for at, line in enumerate(lines) if re.match("[A-Za-z ]*Traceback", line)]
     ends = (lines[at + 1 :] for at in starts)
     named = [next((line for line in end if line and not line[0].isspace()), "") for end in ends]
     named = named or [line for line in lines if ERROR.match(line)]

@@ -90,7 +90,7 @@ class Group:
             return cls()
         if not dist.is_initialized():
             what = f"this worker has {world} ranks (slurm.gpus_per_worker)"
-            call = "call torch.distributed.init_process_group(), and share the model by DDP or FSDP2"
+            call = "call torch.distributed.init_process_group(), and use DDP or FSDP2"
             raise ElasticError(f"{what}, and they are no group yet", f"{call}, before LocalSGD")
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
