@@ -390,7 +390,8 @@ def test_a_run_is_done_or_has_failed_until_somebody_clears_it(run):
     run.clear_failed()
     assert run.failed() is None
     run.mark_done({"version": 9})
-    assert run.done() == {"version": 9}
+    assert run.done()["version"] == 9
+    assert run.events()[-1]["kind"] == "done"
 
 
 def test_events_come_back_in_order_and_the_last_ones_on_request(run):

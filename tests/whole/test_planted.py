@@ -93,7 +93,7 @@ def test_whatever_umask_and_default_acl_say_files_and_folders_have_their_own_mod
         everything(run)
     finally:
         os.umask(before)
-    private = {"run.toml", "environment.json", *SECRETS.values()}
+    private = {"run.toml", "environment.json", "lock", *SECRETS.values()}
     for path in (*run.path.rglob("*"), *(project / "registry").rglob("*")):
         mode, name = stat.S_IMODE(path.lstat().st_mode), path.relative_to(project)
         if path.is_symlink():
