@@ -260,11 +260,17 @@ def numbers(run: RunDir, group: Group) -> None:
 
 
 class Late(torch.optim.SGD):
-    """Has state that a first step does not make: of the second, in a list, of another size."""
+    """Has state that a first step does not make: of the second, in a list, of another size. And
+    a count for all parameters, as MADGRAD has."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.state["k"] = 0
 
     @torch.no_grad()
     def step(self, closure=None):
         super().step()
+        self.state["k"] += 1
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
                 state = self.state[param]
@@ -278,14 +284,16 @@ def late(run: RunDir, group: Group) -> None:
     """Loaded by an optimizer that has never stepped, and one that has the state already."""
     checkpoints = Checkpoints(run, group, "job5", keep=9)
     net, _ = make(seed=3)
-    optimizer = Late(net.parameters(), lr=0.1)
+    optimizer = Late(net.parameters())
+    checkpoints.save(1, net, optimizer, {})  # it has never stepped
     train(net, optimizer, 3)
     checkpoints.save(2, net, optimizer, {})
     for steps_before in (0, 4):
         other, _ = make(seed=4)
-        fresh = Late(other.parameters(), lr=0.1)
+        fresh = Late(other.parameters())
         train(other, fresh, steps_before)
         assert checkpoints.load(other, fresh)[0].step == 2
+        assert (fresh.state["k"], optimizer.state["k"]) == (3, 3)
         for name, param in net.named_parameters():
             state = fresh.state.get(other.get_parameter(name), {})
             assert flat(state).keys() == flat(optimizer.state.get(param, {})).keys(), name

@@ -17,16 +17,16 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 1010,  # one home for each thing outside: files, settings, signals, processes, network
+    "base": 1009,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1407,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1751,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 1100,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1022,  # tensors on disk, committed by link(): what both modes begin with
+    "train": 1099,  # a process with torch: the task, its ranks, its device, its health
+    "saved": 1025,  # tensors on disk, committed by link(): what both modes begin with
     "local": 551,  # local mode: what both sides of the wire speak
     "local/worker": 1391,  # one slot: hold the lease, train, deliver
     "local/master": 1090,  # one master: Redis, samples, rounds, commits
     "sync": 1017,  # sync mode: one job that resizes
-    "people": 2140,  # what a person asks and sees
+    "people": 2139,  # what a person asks and sees
     "lab": 1095,  # trying and proving; nothing imports it
     "commands": 458,  # click: options, checks, exit codes
     ".": 187,  # the public names, and the tasks that come along

@@ -48,8 +48,7 @@ def tidy() -> None:
     be given: whole paths. (With 0 columns rich would print nothing.)"""
     for name in filter(env, _PATHS):
         if name != "ELASTIC_PYTHON" or "/" in env(name):  # else it is in PATH
-            whole = re.sub("(?<![^:])(?=[^:/~])", lambda _: f"{os.getcwd()}/", env(name))
-            os.environ[name] = whole
+            os.environ[name] = re.sub("(?<![^:])(?=[^:/~])", lambda _: f"{os.getcwd()}/", env(name))
     if not env("COLUMNS", "80").strip("0"):
         del os.environ["COLUMNS"]
 

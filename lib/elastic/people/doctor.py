@@ -209,8 +209,7 @@ def _torch() -> dict[str, Any]:
     """What the child that imports torch says."""
     argv = [sys.executable, "-P", "-m", "elastic.people.doctor"]
     try:
-        done = subprocess.run(argv, capture_output=True, errors="replace",
-                              timeout=TORCH_TIMEOUT_S)
+        done = subprocess.run(argv, capture_output=True, errors="replace", timeout=TORCH_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         why = f"importing torch takes more than {TORCH_TIMEOUT_S:g} s"
         raise ElasticError(why, "put the venv on a faster filesystem") from None

@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as states
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from elastic.base import durable
 from elastic.base.durable import patiently
@@ -42,7 +43,7 @@ from elastic.saved import storage
 from elastic.saved.drafts import Draft, drop, place, remove, settle
 from elastic.saved.layout import Tensor
 from elastic.train.group import Group, is_sharded, own_part
-from elastic.train.inner_optimizer import keep_types
+from elastic.train.inner_optimizer import keep_types, shared_state
 
 # A filesystem may be stuck for so long in a write; hangs are found elsewhere.
 SLOWEST = timedelta(days=1)
@@ -232,26 +233,27 @@ class Checkpoints:
 
     def _restore(self, saved: Saved, model, optimizer) -> None:
         optimizer.zero_grad()
+        shared = shared_state(optimizer)
         optimizer.state.clear()
-        # Fills the optimizer's state for every parameter, as places to read to.
-        with _stepping(optimizer, optimizer.step):
-            model_state, optimizer_state = states.get_state_dict(model, optimizer)
-        names, reader = list(optimizer_state["state"]), reader_of(self._run, saved)
-        optimizer_state = _room(reader.read_metadata(), model_state, optimizer_state)
-        reader.fill({"model": model_state, "optimizer": optimizer_state}, process_group=self._ranks)
-        saved_state = optimizer_state["state"]
+        with _of_params(optimizer):
+            model_state, fresh = states.get_state_dict(model, optimizer)
+        names = [name for group in fresh["param_groups"] for name in group["params"]]
+        reader = reader_of(self._run, saved)
+        state = {"model": model_state, **_room(reader.read_metadata(), model_state)}
+        reader.fill(state, process_group=self._ranks)
+        saved_state = state["optimizer"]["state"]
         # A parameter that never trained has no moments; torch before 2.9 wants its name
         # all the same.
-        optimizer_state["state"] = {n: saved_state.get(n, {}) for n in names if saved_state}
-        # The state is there; without `_stepping` torch would fill an empty one here, too.
-        with _stepping(optimizer, lambda: None), _by_place(model), _by_place(optimizer):
+        state["optimizer"]["state"] = {n: saved_state.get(n, {}) for n in names if saved_state}
+        with _of_params(optimizer), _by_place(model), _by_place(optimizer):
             states.set_state_dict(
-                model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
+                model, optimizer, model_state_dict=model_state, optim_state_dict=state["optimizer"],
                 options=states.StateDictOptions(strict=False),
             )
         params = {_WRAPPER.sub("", name): param for name, param in model.named_parameters()}
         for name, values in saved_state.items():
             keep_types(optimizer.state[params[name]], values)
+        optimizer.state.update(shared | state["shared"])
 
 
 def find_newest(run: RunDir, group: Group, base: int = 0) -> tuple[Saved | None, list, set]:
@@ -314,12 +316,8 @@ def read_params(reader: storage.Reader, tensors: Sequence[Tensor]) -> torch.Tens
 
 def _state(model, optimizer) -> dict:
     """What is saved. An optimizer that never stepped has no state, and is left without."""
-    stepped = bool(optimizer.state)
-    with _stepping(optimizer, optimizer.step):
+    with _of_params(optimizer):
         model_state, optimizer_state = states.get_state_dict(model, optimizer)
-    if not stepped:  # get_state_dict made some up
-        optimizer.state.clear()
-        optimizer_state["state"] = {}
     held = optimizer_state["state"]
     for name, values in held.items():
         _check_sharding(name, model_state[name], values)
@@ -328,7 +326,7 @@ def _state(model, optimizer) -> dict:
                       for key, value in values.items()}
     optimizer_state["param_groups"] = [{key: _plain(value) for key, value in group.items()}
                                        for group in optimizer_state["param_groups"]]
-    return {"model": model_state, "optimizer": optimizer_state}
+    return {"model": model_state, "optimizer": optimizer_state, "shared": shared_state(optimizer)}
 
 
 def _plain(value: object) -> object:
@@ -340,12 +338,16 @@ def _plain(value: object) -> object:
 
 
 @contextlib.contextmanager
-def _stepping(optimizer, step: Callable[[], object]) -> Iterator[None]:
-    """torch fills an empty state by step(closure=None), which not every optimizer takes."""
-    own = optimizer.step
-    optimizer.step = lambda closure=None: step()
+def _of_params(optimizer) -> Iterator[None]:
+    """torch fills an empty state by a step, and knows the state of parameters alone: do
+    without both."""
+    own, shared = optimizer.step, shared_state(optimizer)
+    for name in shared:
+        del optimizer.state[name]
+    optimizer.step = lambda closure=None: None
     yield
     optimizer.step = own
+    optimizer.state.update(shared)
 
 
 @contextlib.contextmanager
@@ -373,19 +375,19 @@ def reader_of(run: RunDir, saved: Saved) -> storage.Reader:
     return storage.Reader(place(_final_path(run, saved.step), saved.writer))
 
 
-def _room(metadata, params: dict, made: dict) -> dict:
-    """Where the state of an optimizer is read to. A first step has `made` some; moments
-    may have come later, or in another size."""
-    paths = {name: path for name, path in metadata.planner_data.items() if path[0] == "optimizer"}
-    room, _ = flatten_state_dict({"optimizer": made})
+def _room(metadata, params: dict) -> dict:
+    """Where all but the model is read to: for a tensor of a parameter's size one like the
+    parameter."""
+    paths = {name: path for name, path in metadata.planner_data.items() if path[0] != "model"}
+    room = dict.fromkeys(paths)
     for name, path in paths.items():
         saved, param = metadata.state_dict_metadata[name], params.get(path[2]) if path[2:] else None
-        size = getattr(saved, "size", None)  # None: it is no tensor
-        if size is not None and getattr(room.get(name), "shape", None) != size:
-            like = param if param is not None and param.shape == size else torch.empty(size)
+        if isinstance(saved, TensorStorageMetadata):
+            like = param if getattr(param, "shape", 0) == saved.size else torch.empty(saved.size)
             room[name] = torch.empty_like(like, dtype=saved.properties.dtype)
-    saved_room = {name: room.get(name) for name in paths}
-    return {"state": {}, **unflatten_state_dict(saved_room, paths).get("optimizer", {})}
+    found = {"shared": {}, **unflatten_state_dict(room, paths)}
+    found["optimizer"].setdefault("state", {})
+    return found
 
 
 # ---- the files -------------------------------------------------------------------------

@@ -58,8 +58,7 @@ class InnerOptimizer:
         """After a load: have the numbers that it was made with, but for the names that the
         loaded state has `counted`, by group."""
         for group, made_with, names in zip(self.groups, self._made_with, counted, strict=False):
-            kept = {name: number for name, number in made_with.items() if name not in names}
-            group |= deepcopy(kept)
+            group |= deepcopy({n: number for n, number in made_with.items() if n not in names})
 
     def _with_beginnings(self) -> Iterator[tuple[dict, dict]]:
         """Every group with the numbers that it was made with; a loop may have added some."""
