@@ -592,7 +592,7 @@ def test_what_jobs_and_cron_are_given_are_whole_paths(tmp_path, monkeypatch):
         ("ELASTIC_PYTHON", "py/python3", f"{tmp_path}/py/python3"),
         ("ELASTIC_PYTHON", "python3", "python3"),
         ("SLURM_CONF", "slurm.conf", f"{tmp_path}/slurm.conf"),
-        ("ELASTIC_HOME_DIR", "100%", f"{tmp_path}/100%"),
+        ("ELASTIC_HOME_DIR", "/a:b", "/a:b"), ("ELASTIC_HOME_DIR", "100%", f"{tmp_path}/100%"),
     ):
         monkeypatch.setenv(name, given)
         installed.tidy()

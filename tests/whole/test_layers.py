@@ -17,7 +17,7 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 1009,  # one home for each thing outside: files, settings, signals, processes, network
+    "base": 1010,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1407,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1751,  # jobs on a cluster: what is there, what should be, one pass
     "train": 1099,  # a process with torch: the task, its ranks, its device, its health
@@ -27,7 +27,7 @@ FOLDERS = {
     "local/master": 1090,  # one master: Redis, samples, rounds, commits
     "sync": 1017,  # sync mode: one job that resizes
     "people": 2139,  # what a person asks and sees
-    "lab": 1095,  # trying and proving; nothing imports it
+    "lab": 1094,  # trying and proving; nothing imports it
     "commands": 458,  # click: options, checks, exit codes
     ".": 187,  # the public names, and the tasks that come along
 }

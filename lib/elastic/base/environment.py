@@ -47,8 +47,9 @@ def tidy() -> None:
     """Make this command's environment what jobs and cron, which start in other folders, can
     be given: whole paths. (With 0 columns rich would print nothing.)"""
     for name in filter(env, _PATHS):
+        begin = "(?<![^:])" if name == "PYTHONPATH" else "^"
         if name != "ELASTIC_PYTHON" or "/" in env(name):  # else it is in PATH
-            os.environ[name] = re.sub("(?<![^:])(?=[^:/~])", lambda _: f"{os.getcwd()}/", env(name))
+            os.environ[name] = re.sub(f"{begin}(?=[^:/~])", lambda _: f"{os.getcwd()}/", env(name))
     if not env("COLUMNS", "80").strip("0"):
         del os.environ["COLUMNS"]
 

@@ -91,8 +91,7 @@ def forecast(trace: Trace, end: float, config, costs: Costs) -> dict:
     nodes = Nodes(trace)
     most = max(gpus for gpus, _ in nodes.spans(end))
     used = max(config.elastic.min, min(most, config.elastic.max))  # there are no others
-    elastic = replace(config.elastic, max=used)
-    ways = ways_of(nodes, end, replace(config, elastic=elastic), costs)
+    ways = ways_of(nodes, end, replace(config, elastic=replace(config.elastic, max=used)), costs)
     if not any(way["kept"] for way in ways):
         what = f"nothing could be trained in the {end:.0f} s of the trace"
         raise UsageError(what, "a longer trace, or smaller costs: section [plan]")

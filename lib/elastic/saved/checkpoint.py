@@ -383,7 +383,9 @@ def _room(metadata, params: dict) -> dict:
     for name, path in paths.items():
         saved, param = metadata.state_dict_metadata[name], params.get(path[2]) if path[2:] else None
         if isinstance(saved, TensorStorageMetadata):
-            like = param if getattr(param, "shape", 0) == saved.size else torch.empty(saved.size)
+            # A number (a step) stays on the CPU until the optimizer takes it.
+            is_like = saved.size and saved.size == getattr(param, "shape", None)
+            like = param if is_like else torch.empty(saved.size)
             room[name] = torch.empty_like(like, dtype=saved.properties.dtype)
     found = {"shared": {}, **unflatten_state_dict(room, paths)}
     found["optimizer"].setdefault("state", {})

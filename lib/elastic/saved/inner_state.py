@@ -136,8 +136,8 @@ def _restore(optimizers: Sequence, tensors: dict, said: dict) -> str:
     counted = iter(said.get("counted", ()))  # an older file has none
     if said["whose"] != _whose(optimizers):
         return "it is another optimizer's, or another model's"
-    shared = iter(said.get("shared", ()))
-    for optimizer, packed in zip(optimizers, said["states"], strict=True):
+    shared = said.get("shared") or [{"dict": []}] * len(optimizers)
+    for optimizer, packed, of_all in zip(optimizers, said["states"], shared, strict=True):
         params = _params(optimizer)
         values = (_unpack(value, tensors, params[i]) for i, value in enumerate(packed))
         # What never trained has none.
@@ -145,8 +145,7 @@ def _restore(optimizers: Sequence, tensors: dict, said: dict) -> str:
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         for i, values in state.items():
             keep_types(optimizer.state[params[i]], values)
-        of_all = _unpack(next(shared, {"dict": []}), tensors, params[0])
-        optimizer.state |= _on_device(of_all, params[0])
+        optimizer.state |= _on_device(_unpack(of_all, tensors, params[0]), params[0])
         for group, held in zip(optimizer.param_groups, counted, strict=False):
             group |= _on_device(numbers(_unpack(held, tensors, params[0])), params[0])
     return ""
