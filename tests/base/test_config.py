@@ -317,6 +317,12 @@ def test_what_is_nested_too_deeply_is_refused(write, value):
     assert "command line: elastic.max: expected an integer" in said
 
 
+def test_no_number_is_larger_than_a_record_may_have(write):
+    """The first commit had it, and could not be read."""
+    said = problems_of(write(LOCAL), f"train.max_tokens={2**62}")
+    assert "train.max_tokens: expected an integer" in said
+
+
 # --- the files that are shipped ------------------------------------------------------------------
 
 

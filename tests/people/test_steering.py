@@ -18,6 +18,7 @@ from elastic.jobs.reconcile import PassReport
 from elastic.jobs.sched import Elsewhere, end_jobs
 from elastic.people import steering
 from elastic.run.rundir import RunDir, find, registered
+from helpers import commit_of
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,12 @@ def test_who_waits_for_the_end_lives_through_a_silence(run, monkeypatch):
     silent(monkeypatch, 9, lambda: run.mark_done({"reason": "enough"}))
     steering.wait_for_end(run)
     assert run.done()
+
+
+def test_who_waits_is_told_how_far_the_run_is_and_of_what_if_that_is_known(run):
+    assert steering.progress_of(run) == f"run {run.name}: 0 tokens"
+    run.commits.link(commit_of(1, tokens=2000, total_tokens=8000))
+    assert steering.progress_of(run) == f"run {run.name}: 2k tokens of 8k"
 
 
 def test_who_waits_for_the_end_hears_of_another_one(run, monkeypatch):

@@ -276,6 +276,14 @@ def test_users_of_an_installation_without_a_venv_get_the_admins_python(tmp_path)
         assert re.search(rf'^setenv.*ELASTIC_PYTHON.*"{python}"', module.read_text(), re.MULTILINE)
 
 
+def test_no_installation_is_in_a_folder_that_depends_on_where_a_user_is():
+    """The module file put it into PATH as it was."""
+    done = run("make install PREFIX=rel/elastic", ROOT)
+    assert done.returncode != 0
+    assert "PREFIX=rel/elastic is not a whole path" in done.stderr
+    assert not (ROOT / "rel").exists()
+
+
 def test_everybody_can_read_what_is_packaged_and_gets_its_venv_later(tmp_path):
     prefix, stage = tmp_path / "elastic", tmp_path / "stage"
     done = run(f"umask 077; make install DESTDIR={stage} PREFIX={prefix}", ROOT)

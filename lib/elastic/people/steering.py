@@ -152,7 +152,7 @@ def progress_of(run: RunDir) -> str:
     tokens = max(newest.tokens if newest else 0, of_sync.get("tokens", 0))
     goal = of_sync.get("total_tokens") or (newest.total_tokens if newest else 0)
     unit = wording.unit(newest.deltas if newest else (), of_sync)
-    return f"run {run.name}: {wording.si(tokens)} {unit} of {wording.si(goal)}"
+    return f"run {run.name}: {wording.si(tokens)} {unit}" + f" of {wording.si(goal)}" * bool(goal)
 
 
 def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -> list[str]:

@@ -145,7 +145,7 @@ def _restore(optimizers: Sequence, tensors: dict, said: dict) -> str:
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         for i, values in state.items():
             keep_types(optimizer.state[params[i]], values)
-        optimizer.state |= _on_device(_unpack(of_all, tensors, params[0]), params[0])
+        optimizer.state.update(_on_device(_unpack(of_all, tensors, params[0]), params[0]))
         for group, held in zip(optimizer.param_groups, counted, strict=False):
             group |= _on_device(numbers(_unpack(held, tensors, params[0])), params[0])
     return ""

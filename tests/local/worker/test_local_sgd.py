@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 
 from elastic.base import durable
 from elastic.base.errors import ElasticError, Exit, TryAgain
-from elastic.base.signals import Notice
+from elastic.base.signals import Notice, die_with_parent
 from elastic.jobs.history import End
 from elastic.local.store import WorkerStore
 from elastic.local.transport import Transport
@@ -494,7 +494,8 @@ def test_an_agent_sleeps_though_a_training_process_has_closed_its_error_output()
     """`exec python … > log 2>&1`: its agent took half a core for as long as it lived."""
     reader, writer = os.pipe()
     command = ["bash", "-c", "echo hello >&2; exec sleep 600 2> /dev/null"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+    how = {"stderr": subprocess.PIPE, "preexec_fn": die_with_parent}
+    with subprocess.Popen(command, **how) as process:
         training = Training([process], reader)
         try:
             wait_until(lambda: training.read() or training.sources() == [reader], 5.0, "its end")

@@ -427,6 +427,33 @@ def test_what_an_optimizer_counts_for_all_parameters_comes_back(tmp_path: Path):
     assert kept.state == {"k": 0}
 
 
+class Wrapped(torch.optim.Optimizer):
+    """Shows the state of another one as its own, as ScheduleFree's wrapper does."""
+
+    def __init__(self, base: torch.optim.Optimizer):
+        self.base, self.param_groups = base, base.param_groups
+
+    state = property(lambda self: self.base.state)
+
+    def state_dict(self) -> dict:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self.base.load_state_dict(state)
+
+
+def test_a_state_comes_back_to_an_optimizer_that_wraps_another(tmp_path: Path):
+    """It has no attribute for it that could be set."""
+    run, model = RunDir(tmp_path), Net()
+    (tmp_path / "slots").mkdir()
+    one, other = (torch.optim.Adam(model.parameters()) for _ in range(2))
+    train(model, [one])
+    entry = inner_state.save(run.slots.path(0), "inner-1.1", [Wrapped(one)], 0)
+    pointer = inner_state.Pointer(0, 1, 1, (entry,))
+    assert inner_state.load(run, pointer, [Wrapped(other)], 0) == ""
+    assert plain(other.state_dict()["state"]) == plain(one.state_dict()["state"])
+
+
 def test_moments_come_back_in_the_memory_format_of_their_parameters(tmp_path: Path):
     """A fused step takes the elements as they lie in memory: it trained on other moments."""
     run = RunDir(tmp_path)
